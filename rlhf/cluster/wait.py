@@ -1,0 +1,68 @@
+"""Every wait has a deadline and names what it waits for (invariant 1).
+
+`wait` and `wait_all` are for the driver's event loop, `get` for synchronous code inside actors. Nothing else in the
+package calls `ray.get` or awaits a reference. A failure of an actor comes out as the exception that `explain` makes
+of it: the remote traceback when the actor raised, or its role, rank, pid and last log lines when it was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class DeadlineExceeded(TimeoutError):
+    """A wait reached its deadline. The message names what was awaited."""
+
+
+# `rlhf.cluster.supervision` installs the translator of Ray's errors here; without one they pass as they are. It is a
+# hook and not an import because this module is a common room and must not know the others.
+_explain: Callable[[BaseException, str], BaseException] = lambda error, what: error  # noqa: E731
+
+
+def set_explainer(explain: Callable[[BaseException, str], BaseException]) -> None:
+    """Install the translator from Ray's errors to ours: `explain(error, what)` returns the exception to raise."""
+    global _explain
+    _explain = explain
+
+
+async def wait(awaitable: Awaitable[T] | Any, *, what: str, deadline_s: float) -> T:
+    """Await a Ray reference or a coroutine for at most `deadline_s` seconds.
+
+    Raises `DeadlineExceeded` naming `what`, or the explained error of the actor.
+    """
+    try:
+        async with asyncio.timeout(deadline_s) as scope:
+            return await awaitable  # type: ignore[no-any-return]
+    except TimeoutError as error:
+        if scope.expired():
+            raise DeadlineExceeded(f"{what}: not done after {deadline_s:g} s") from error
+        raise
+    except Exception as error:
+        explained = _explain(error, what)
+        if explained is error:
+            raise
+        raise explained from error
+
+
+async def wait_all(awaitables: Sequence[Awaitable[T] | Any], *, what: str, deadline_s: float) -> list[T]:
+    """Await all of them together; the first failure is raised at once and the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait(a, what=what, deadline_s=deadline_s)) for a in awaitables]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def get(references: Any, *, what: str, deadline_s: float) -> Any:
+    """Fetch Ray references from synchronous code inside an actor, for at most `deadline_s` seconds."""
+    import ray
+
+    try:
+        return ray.get(references, timeout=deadline_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise DeadlineExceeded(f"{what}: not done after {deadline_s:g} s") from error
