@@ -8,15 +8,19 @@ its own `SpanRecorder`; actors hand theirs to the driver with their results, and
 from __future__ import annotations
 
 import contextvars
+import os
+import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 # Wall clock at import plus a monotonic offset: spans of one process never run backwards when the clock is set.
 _EPOCH = time.time() - time.perf_counter()
+_HOST = socket.gethostname()
 _parent: contextvars.ContextVar[str | None] = contextvars.ContextVar("rlhf_span_parent", default=None)
 
 
@@ -27,7 +31,10 @@ def now() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One interval: `start` and `end` in seconds since the Unix epoch."""
+    """One interval: `start` and `end` in seconds since the Unix epoch.
+
+    `role` is the pool (`driver`, `policy`, `rollout`, ...), the same for all its ranks; `process` tells ranks apart.
+    """
 
     name: str
     role: str
@@ -36,6 +43,7 @@ class Span:
     end: float
     span_id: str
     parent: str | None
+    process: str = ""
 
     @property
     def seconds(self) -> float:
@@ -48,11 +56,15 @@ class Span:
 
 
 class SpanRecorder:
-    """Collects the spans of one process until they are drained."""
+    """Collects the spans of one process until they are drained.
 
-    def __init__(self, role: str = "driver") -> None:
+    It keeps the newest `limit` spans, so a process that nobody drains doesn't grow; `lost` counts the others.
+    """
+
+    def __init__(self, role: str = "driver", limit: int = 100_000) -> None:
         self.role = role
-        self._spans: list[Span] = []
+        self.lost = 0
+        self._spans: deque[Span] = deque(maxlen=limit)
 
     @contextmanager
     def span(self, name: str, step: int | None = None, parent: str | None = None) -> Iterator[str]:
@@ -69,16 +81,22 @@ class SpanRecorder:
             yield span_id
         finally:
             _parent.reset(token)
-            self._spans.append(Span(name, self.role, step, start, now(), span_id, enclosing))
+            self.absorb([Span(name, self.role, step, start, now(), span_id, enclosing, f"{_HOST}:{os.getpid()}")])
 
-    def absorb(self, spans: list[Span]) -> None:
-        """Take over spans that another process drained."""
-        self._spans.extend(spans)
+    def record(self, name: str, start: float, step: int | None = None) -> None:
+        """Record an interval that began at `start` (a value of `now()`) and ends now, where no block encloses it."""
+        self._spans.append(Span(name, self.role, step, start, now(), uuid.uuid4().hex[:16], _parent.get()))
+
+    def absorb(self, spans: Iterable[Span], step: int | None = None) -> None:
+        """Take over spans that another process drained; those that don't know their step get `step`."""
+        for span in spans:
+            self.lost += len(self._spans) == self._spans.maxlen
+            self._spans.append(span if span.step is not None else replace(span, step=step))
 
     def drain(self) -> list[Span]:
         """Hand out what was recorded so far, and forget it."""
-        spans, self._spans = self._spans, []
-        return spans
+        # Popped and not swapped: a span that another thread records meanwhile stays for the next time.
+        return [self._spans.popleft() for _ in range(len(self._spans))]
 
 
 # The process's own recorder. `set_role` names it; the driver leaves it at "driver".

@@ -11,7 +11,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -62,7 +62,10 @@ class Columns:
 
     @staticmethod
     def from_completion(
-        prompt_ids: tuple[int, ...], response_ids: list[int], response_logprobs: list[float], weight_version: int
+        prompt_ids: Sequence[int],
+        response_ids: Sequence[int],
+        response_logprobs: Sequence[float],
+        weight_versions: Sequence[int] | int,
     ) -> Columns:
         """Columns of a single-turn sample: the prompt's positions masked, the response's as the engine gave them."""
         if len(response_ids) != len(response_logprobs):
@@ -73,7 +76,7 @@ class Columns:
         logprobs = np.full(total, np.nan, dtype=np.float32)
         logprobs[prompt:] = response_logprobs
         versions = np.full(total, -1, dtype=np.int32)
-        versions[prompt:] = weight_version
+        versions[prompt:] = weight_versions
         ids = np.array([*prompt_ids, *response_ids], dtype=np.int32)
         return Columns(token_ids=ids, loss_mask=mask, logprobs=logprobs, weight_versions=versions)
 

@@ -1,0 +1,209 @@
+"""The catalogue of metrics: every name, its unit, what it means and what it is divided by.
+
+A metric that doesn't apply is absent, never 0; a mean is over what it applies to (a sum and a count over all ranks,
+never a mean of means). `docs/metrics.md` is `markdown()`, and a test keeps it so:
+`python -m rlhf.tracking.metrics > docs/metrics.md` writes it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhf.trajectories import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric; `<...>` in the name stands for a phase, a role, a term or a reward function."""
+
+    name: str
+    unit: str
+    meaning: str
+    normalised: str
+
+    def matches(self, name: str) -> bool:
+        """Whether `name` is this metric."""
+        pattern = "".join(".+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", self.name))
+        return re.fullmatch(pattern, name) is not None
+
+
+_TOKENS = "mean over the trained response tokens of all ranks"
+_SCORED = "over the step's samples that have a reward, those of filtered groups included"
+_FINISHED = "over the step's samples that ended by `stop` or `length`"
+_EVALUATED = "over the held-out problems that have a reward"
+
+CATALOGUE: tuple[Metric, ...] = (
+    Metric("reward/mean", "reward", "The weighted sum of the reward functions, which trains.", f"mean {_SCORED}"),
+    Metric("reward/std", "reward", "Spread of that sum.", f"population standard deviation {_SCORED}"),
+    Metric(
+        "reward/<function>/mean",
+        "reward",
+        "What one reward function gave, before its weight.",
+        "mean over the step's samples to which this function gave a number",
+    ),
+    Metric(
+        "reward/errors",
+        "samples",
+        "Samples whose reward failed, whatever `reward.on_error` made of them.",
+        "count over the step's samples",
+    ),
+    Metric(
+        "policy/loss",
+        "nats",
+        "The loss that was differentiated: policy loss, and KL times its coefficient where KL is in the loss.",
+        "by `algorithm.aggregation`, one denominator per optimizer update; mean over the step's updates",
+    ),
+    Metric(
+        "policy/update_kl",
+        "nats",
+        "How far the policy moved within the step: KL of the policy that sampled from the policy being updated (k3), "
+        "before each update.",
+        _TOKENS,
+    ),
+    Metric("policy/kl", "nats", "KL of the policy from the reference model, by `algorithm.kl.estimator`.", _TOKENS),
+    Metric("policy/entropy", "nats", "Entropy of the policy's next-token distribution at the temperature.", _TOKENS),
+    Metric(
+        "policy/grad_norm",
+        "1",
+        "Global norm of the gradient before it is clipped to `policy.max_grad_norm`.",
+        "mean over the step's optimizer updates",
+    ),
+    Metric(
+        "policy/clip_fraction",
+        "fraction",
+        "Tokens whose ratio left the trust region in the direction of their advantage, so that clipping took effect.",
+        _TOKENS,
+    ),
+    Metric("policy/learning_rate", "1", "Learning rate of the step's last optimizer update.", "none"),
+    Metric("rollout/tokens", "tokens", "Response tokens generated, those of aborted samples included.", "sum"),
+    Metric(
+        "rollout/tokens_per_second",
+        "tokens/s",
+        "Generation throughput of all engines together.",
+        "`rollout/tokens` over the seconds in which the step's samples were generated",
+    ),
+    Metric("rollout/length_p50", "tokens", "Median response length.", f"{_FINISHED}, linear interpolation"),
+    Metric("rollout/length_p99", "tokens", "99th percentile of the response length.", f"{_FINISHED}, linear"),
+    Metric("rollout/length_max", "tokens", "Longest response.", f"maximum {_FINISHED}"),
+    Metric("rollout/truncated_fraction", "fraction", "Responses cut at the token limit.", f"mean {_FINISHED}"),
+    Metric(
+        "parity/max_abs",
+        "nats",
+        "Largest difference between an engine's and the trainer's log-prob of the same token and weights, before the "
+        "step's first update.",
+        "maximum over the trained response tokens of all ranks",
+    ),
+    Metric("parity/mean_abs", "nats", "The same difference, on average.", _TOKENS),
+    Metric(
+        "weights/version",
+        "steps",
+        "Version that the engines serve after the step: the number of optimizer steps behind it.",
+        "none",
+    ),
+    Metric("weights/bytes", "bytes", "Weights sent in the step's sync.", "sum over tensors, each counted once"),
+    Metric("weights/seconds", "s", "Duration of the step's sync, from begin to the last commit.", "none"),
+    Metric(
+        "eval/accuracy",
+        "fraction",
+        "Held-out problems whose reward is at least 1; written to `evaluations.jsonl`.",
+        "over all held-out problems, failed ones included",
+    ),
+    Metric("eval/problems", "problems", "Held-out problems, each evaluated once.", "count"),
+    Metric("eval/reward_mean", "reward", "As `reward/mean`, of the held-out problems.", _EVALUATED),
+    Metric("eval/reward_std", "reward", "As `reward/std`, of the held-out problems.", _EVALUATED),
+    Metric(
+        "eval/reward_<function>_mean", "reward", "As `reward/<function>/mean`, of the held-out problems.", _EVALUATED
+    ),
+    Metric("time/step", "s", "The driver's wall clock of the step.", "none"),
+    Metric(
+        "time/<phase>",
+        "s",
+        "The driver's wall clock in one phase.",
+        "sum over the phase's spans; an instant that several phases cover counts for the one that started first",
+    ),
+    Metric("time/other", "s", "`time/step` less all phases.", "none"),
+    Metric(
+        "busy/<role>",
+        "s",
+        "Time in which a process of this role was at work in the step; roles overlap.",
+        "union of a process's spans, mean over the role's processes",
+    ),
+    Metric(
+        "ledger/<term>",
+        "samples",
+        "`drawn` = `trained` + `filtered` + `failed` + `stale` + `discarded` + `buffered` + `in_flight`.",
+        "totals of the run so far; `buffered` and `in_flight` are stocks",
+    ),
+)
+
+
+def lookup(name: str) -> Metric | None:
+    """The catalogue's entry for a metric of `metrics.jsonl`; exact names go before patterns."""
+    exact = [metric for metric in CATALOGUE if metric.name == name]
+    return next(iter(exact + [metric for metric in CATALOGUE if metric.matches(name)]), None)
+
+
+def markdown() -> str:
+    """The text of `docs/metrics.md`."""
+    rows = [f"| `{m.name}` | {m.unit} | {m.meaning} | {m.normalised} |" for m in CATALOGUE]
+    return "\n".join([_INTRODUCTION, "| name | unit | meaning | normalised |", "| --- | --- | --- | --- |", *rows, ""])
+
+
+_INTRODUCTION = """\
+# Metrics
+
+One line a step in `<run.dir>/<run.name>/metrics.jsonl`, with `step` (from 1) first; evaluations (`eval/...`) are in
+`evaluations.jsonl`. The same names go to wandb and TensorBoard. This page is generated from `rlhf/tracking/metrics.py`.
+
+- A metric that doesn't apply is absent, never 0: without a reference model there is no `policy/kl`.
+- A value that isn't a number (NaN, infinity) is `null`, and the log names the metric once.
+- A mean over tokens or samples is a sum divided by a count, both over all ranks: neither padding nor a rank that has
+  nothing to count changes it.
+- Times come from spans (`spans.jsonl`). Phases and `time/other` add up to `time/step`; `busy/<role>` may overlap.
+"""
+
+
+def reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`reward/...` of a step's samples; a sample without a reward counts nowhere, and is in the ledger."""
+    metrics: dict[str, float] = {}
+    rewards = _numbers(trajectory.reward for trajectory in trajectories)
+    if rewards:
+        metrics |= {"reward/mean": float(np.mean(rewards)), "reward/std": float(np.std(rewards))}
+    for function in dict.fromkeys(name for trajectory in trajectories for name in trajectory.rewards_by_function):
+        given = _numbers(trajectory.rewards_by_function.get(function) for trajectory in trajectories)
+        if given:
+            metrics[f"reward/{function}/mean"] = float(np.mean(given))
+    return metrics
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, float]:
+    """`rollout/...` of a step's samples, generated in `seconds` of wall clock."""
+    tokens = sum(trajectory.response_tokens for trajectory in trajectories)
+    metrics: dict[str, float] = {"rollout/tokens": tokens}
+    if seconds > 0:
+        metrics["rollout/tokens_per_second"] = tokens / seconds
+    finished = [trajectory for trajectory in trajectories if trajectory.finish_reason != "aborted"]
+    if finished:
+        lengths = [trajectory.response_tokens for trajectory in finished]
+        p50, p99 = np.percentile(lengths, [50, 99])
+        truncated = sum(trajectory.finish_reason == "length" for trajectory in finished)
+        metrics |= {
+            "rollout/length_p50": float(p50),
+            "rollout/length_p99": float(p99),
+            "rollout/length_max": max(lengths),
+            "rollout/truncated_fraction": truncated / len(finished),
+        }
+    return metrics
+
+
+def _numbers(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

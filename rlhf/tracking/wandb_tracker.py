@@ -1,0 +1,102 @@
+"""Weights & Biases: everything it writes stays in the run folder, and no secret is in it.
+
+wandb records more than it is given. Its run metadata holds the whole command line (which may carry a secret as an
+override) and the git remote (which may carry a token), so both are switched off. Its service logs to the user's cache
+folder unless told otherwise at start. The API key is in wandb's memory and the service's environment only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from rlhf.config import dump_config
+from rlhf.config.schema import Config
+from rlhf.tracking.folder import RunFolder
+from rlhf.tracking.trackers import RunStatus
+
+# wandb's own defaults are 90 s for the start and no limit for the end, which would hold back an exit for ever.
+INIT_TIMEOUT_S = 30.0
+FINISH_TIMEOUT_S = 60.0
+
+
+class WandbTracker:
+    """Metrics and redacted configuration in a wandb run. `show` tells the person who watches where they went."""
+
+    name = "wandb"
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
+        self._run: Any = None
+
+    def start(self, config: Config, folder: RunFolder) -> None:
+        """Start the wandb run; `online` falls back to offline without a key or without an answer, and says so."""
+        import wandb
+
+        with _service_logs_in(folder.path / "wandb"):
+            if config.tracking.wandb.mode == "online":
+                # `verify=False`: the start below finds out whether the key is right. `prompt=False`: a run that
+                # nobody watches must not wait for an answer.
+                if wandb.login(prompt=False, verify=False):
+                    try:
+                        self._run = _init("online", config, folder)
+                        return
+                    except wandb.errors.Error as error:
+                        why = f"the server can't be used ({error})"
+                else:
+                    why = "no API key is configured (WANDB_API_KEY or `wandb login`)"
+                self._show(f"wandb: {why}; going on offline")
+            self._run = _init("offline", config, folder)
+        self._show(f"wandb: offline in {folder.path / 'wandb'}; `wandb sync` uploads it")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """One point of each metric."""
+        self._run.log(dict(metrics), step=step)
+
+    def finish(self, status: RunStatus) -> None:
+        """End the wandb run, uploading for at most a minute; a run that didn't end well is marked as failed."""
+        self._run.finish(exit_code=0 if status == "done" else 1)
+
+
+def _init(mode: Literal["online", "offline"], config: Config, folder: RunFolder) -> Any:
+    """A wandb run of our own: one that the user has open in the same process is left alone."""
+    import wandb
+
+    settings = wandb.Settings(
+        silent=True,
+        console="off",
+        disable_git=True,
+        save_code=False,
+        x_disable_meta=True,
+        init_timeout=INIT_TIMEOUT_S,
+        finish_timeout=FINISH_TIMEOUT_S,
+    )
+    return wandb.init(
+        mode=mode,
+        project=config.tracking.wandb.project,
+        entity=config.tracking.wandb.entity,
+        name=config.run.name,
+        dir=str(folder.path),
+        config=yaml.safe_load(dump_config(config)),
+        reinit="create_new",
+        settings=settings,
+    )
+
+
+@contextmanager
+def _service_logs_in(path: Path) -> Iterator[None]:
+    """Have the wandb service that is started in the block log below `path`, unless the user chose a cache folder."""
+    variable = "WANDB_CACHE_DIR"
+    if variable in os.environ:
+        yield
+        return
+    os.environ[variable] = str(path)
+    try:
+        yield
+    finally:
+        del os.environ[variable]

@@ -1,0 +1,80 @@
+"""The sample ledger: every sample that was drawn is in exactly one place (invariant 2)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf.trajectories import Ledger, LedgerError
+
+
+def test_a_step_moves_every_sample_from_drawn_to_an_outcome() -> None:
+    ledger = Ledger()
+    ledger.draw(16)
+    ledger.check()
+    ledger.settle("failed", 1, source="in_flight")
+    ledger.buffer(15)
+    ledger.check()
+    ledger.settle("trained", 8)
+    ledger.settle("filtered", 4)
+    ledger.settle("stale", 2)
+    ledger.settle("discarded", 1)
+    ledger.check()
+    # 16 drawn = 8 trained + 4 filtered + 1 failed + 2 stale + 1 discarded, and nothing left in stock.
+    assert ledger == Ledger(drawn=16, trained=8, filtered=4, failed=1, stale=2, discarded=1)
+
+
+def test_lost_sample_is_an_error_that_lists_all_terms() -> None:
+    # 8 drawn, 7 trained: one sample is nowhere.
+    with pytest.raises(LedgerError, match=r"8 drawn but 7 accounted for.*trained 7.*in_flight 0"):
+        Ledger(drawn=8, trained=7).check()
+
+
+def test_sample_counted_twice_is_an_error() -> None:
+    with pytest.raises(LedgerError, match="8 drawn but 9 accounted for"):
+        Ledger(drawn=8, trained=8, failed=1).check()
+
+
+def test_negative_stock_is_an_error_though_the_sum_is_right() -> None:
+    # Settling from the wrong stock: 4 in flight stay there and `buffered` goes to -4; 4 = 4 + 4 - 4.
+    ledger = Ledger()
+    ledger.draw(4)
+    ledger.settle("trained", 4)
+    with pytest.raises(LedgerError, match="buffered -4"):
+        ledger.check()
+
+
+def test_metrics_are_totals_of_every_term() -> None:
+    ledger = Ledger()
+    ledger.draw(3)
+    ledger.buffer(2)
+    ledger.settle("trained", 1)
+    assert ledger.metrics() == {
+        "ledger/drawn": 3.0,
+        "ledger/trained": 1.0,
+        "ledger/filtered": 0.0,
+        "ledger/failed": 0.0,
+        "ledger/stale": 0.0,
+        "ledger/discarded": 0.0,
+        "ledger/buffered": 1.0,
+        "ledger/in_flight": 1.0,
+    }
+
+
+EVENTS = st.sampled_from(["draw", "buffer", "trained", "filtered", "failed", "stale", "discarded"])
+
+
+@given(st.lists(st.tuples(EVENTS, st.integers(1, 8), st.booleans())))
+def test_ledger_balances_after_any_sequence_of_legal_events(events: list[tuple[str, int, bool]]) -> None:
+    ledger = Ledger()
+    for event, wanted, from_flight in events:
+        source = "in_flight" if from_flight or event == "buffer" else "buffered"
+        samples = min(wanted, getattr(ledger, source))
+        if event == "draw":
+            ledger.draw(wanted)
+        elif event == "buffer":
+            ledger.buffer(samples)
+        else:
+            ledger.settle(event, samples, source=source)  # type: ignore[arg-type]
+        ledger.check()
