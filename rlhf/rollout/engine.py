@@ -1,0 +1,222 @@
+"""The rollout engine: vLLM's `AsyncLLM` in an actor, ids in, ids and log-probs out.
+
+Invariants
+- An engine serves only between a commit and the next begin of a sync; before the first commit it refuses.
+- A sync is begin, vLLM's four calls, commit or abort. After an abort the engine doesn't serve until a later commit.
+- The order of a sync is pause, load, finish, reset of the prefix cache (checked), resume.
+- Log-probs are those of the distribution that was sampled from; every token carries the version that produced it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf.rollout.plugin import ACTOR_PID_VARIABLE
+from rlhf.rollout.types import Completion, EngineSpec, GenerationRequest, Sampling
+from rlhf.tracking.spans import Span, SpanRecorder, now
+from rlhf.trajectories import Columns, FinishReason
+
+_FINISH: Mapping[str | None, FinishReason] = {"stop": "stop", "length": "length"}
+# vLLM's CPU default of 128 is longer than most prompts, which then are never shared by the prefix cache.
+_CPU_BLOCK_SIZE = 32
+_WATCH_S = 0.5
+
+
+class EngineDied(RuntimeError):
+    """vLLM's EngineCore process is gone."""
+
+
+class NotServing(RuntimeError):
+    """The engine has no committed weights."""
+
+
+class RolloutEngine:
+    """One vLLM engine. Plain class; the rollout pool wraps it in an actor."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self._llm: Any = None
+        self._version: int | None = None
+        self._recorder = SpanRecorder("rollout")
+        self._active = 0
+        self._busy_since = 0.0
+
+    async def start(self) -> int:
+        """Start vLLM and return the number of its workers; takes 30-50 s on two cores."""
+        # Read by our plugin in the children that vLLM starts.
+        os.environ[ACTOR_PID_VARIABLE] = str(os.getpid())
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        with self._recorder.span("engine_start"):
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self.spec)))
+        return self.spec.tensor_parallel
+
+    async def generate(self, request: GenerationRequest) -> tuple[Completion, Columns]:
+        """Sample one response. Two return values, so that the header and the columns are separate objects."""
+        if self._version is None:
+            raise NotServing(f"engine {self.spec.index} has no committed weights; it serves after a weight sync")
+        self._enter()
+        try:
+            output = await self._run(request)
+        finally:
+            self._leave()
+        completion = output.outputs[0]
+        ids = list(completion.token_ids)
+        logprobs = [step[token].logprob for step, token in zip(completion.logprobs, ids, strict=True)]
+        versions = [0] * len(ids)
+        for span in completion.weight_versions:
+            versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
+        header = Completion(
+            request_id=request.request_id,
+            response_tokens=len(ids),
+            finish_reason=_FINISH.get(completion.finish_reason, "aborted"),
+            weight_version=min(versions, default=self._version),
+            engine=self.spec.index,
+        )
+        return header, Columns.from_completion(request.prompt_ids, ids, logprobs, versions)
+
+    async def _run(self, request: GenerationRequest) -> Any:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        prompt = {"prompt_token_ids": list(request.prompt_ids)}
+        parameters = sampling_parameters(request.sampling, request.seed)
+        try:
+            # With FINAL_ONLY there is one output, the finished one.
+            outputs = [o async for o in self._llm.generate(prompt, parameters, request.request_id)]
+        except EngineDeadError as error:
+            raise EngineDied(self._describe_death()) from error
+        return outputs[-1]
+
+    def _describe_death(self) -> str:
+        processes = self._llm.engine_core.resources.engine_manager.processes
+        states = []
+        for process in processes:
+            code = process.exitcode
+            how = "still exists" if code is None else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            states.append(f"{process.name} (pid {process.pid}): {how}")
+        return f"rollout engine {self.spec.index}: vLLM's engine process died: {'; '.join(states)}"
+
+    # The sync. The four methods in the middle are vLLM's protocol, driven by `rlhf.weights.client.EngineClient`.
+
+    async def begin_sync(self) -> None:
+        """Stop serving: what runs is finished first, what comes later is refused until the commit."""
+        await self._llm.pause_generation(mode="wait", clear_cache=True)
+        self._version = None
+        await self._llm.collective_rpc("abandon_weight_update")
+
+    async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Join the transfer group."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+
+    async def start_weight_update(self) -> None:
+        """Open the update; refused unless the engine is in a sync."""
+        if self._version is not None:
+            raise NotServing(f"engine {self.spec.index} is serving; begin_sync comes before a weight update")
+        await self._llm.start_weight_update()
+
+    async def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive and load what `update_info` declares."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        with self._recorder.span("receive_weights"):
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+
+    async def finish_weight_update(self) -> None:
+        """Complete the layers."""
+        await self._llm.finish_weight_update()
+
+    async def weight_receipts(self) -> list[dict[str, Any]]:
+        """The receipt of the last sync from every worker."""
+        receipts: list[dict[str, Any]] = await self._llm.collective_rpc("weight_receipt")
+        return receipts
+
+    async def commit_sync(self, version: int) -> None:
+        """Serve again, with these weights as `version`. Raises when cached KV of the old weights can't be dropped."""
+        if not await self._llm.reset_prefix_cache():
+            raise RuntimeError(f"engine {self.spec.index}: the prefix cache was not reset; old KV would be served")
+        await self._llm.update_weight_version(str(version))
+        await self._llm.resume_generation()
+        self._version = version
+
+    # Supervision and timing
+
+    async def watch(self) -> None:
+        """Raise `EngineDied` when vLLM's processes are gone, also while nobody asks anything of the engine."""
+        while self._llm is None or not self._llm.errored:
+            await asyncio.sleep(_WATCH_S)
+        raise EngineDied(self._describe_death())
+
+    async def drain_spans(self) -> list[Span]:
+        """Spans since the last call."""
+        return self._recorder.drain()
+
+    async def close(self) -> None:
+        """Shut vLLM down with its child processes."""
+        if self._llm is not None:
+            self._llm.shutdown()
+
+    def _enter(self) -> None:
+        if self._active == 0:
+            self._busy_since = now()
+        self._active += 1
+
+    def _leave(self) -> None:
+        self._active -= 1
+        if self._active == 0:
+            self._recorder.record("generate", start=self._busy_since)
+
+
+def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """The arguments of vLLM's engine, each with its reason."""
+    arguments: dict[str, Any] = {
+        "model": spec.model_path,
+        "dtype": spec.dtype,
+        "tensor_parallel_size": spec.tensor_parallel,
+        "max_model_len": spec.max_model_len,
+        "load_format": "dummy" if spec.load_dummy_weights else "auto",
+        # The distribution that was sampled from, temperature applied; vLLM's default is the raw one.
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": not spec.deterministic,
+        "weight_transfer_config": {"backend": spec.weight_backend},
+        "worker_extension_cls": "rlhf.rollout.plugin.WorkerExtension",
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+    }
+    if spec.tensor_parallel > 1:
+        arguments["distributed_executor_backend"] = "mp"
+    if spec.device == "cpu":
+        # Compilation costs a minute at start and gains nothing at these sizes.
+        arguments |= {
+            "enforce_eager": True,
+            "block_size": _CPU_BLOCK_SIZE,
+            "kv_cache_memory_bytes": spec.kv_cache_bytes,
+        }
+    else:
+        arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
+    return arguments
+
+
+def sampling_parameters(sampling: Sampling, seed: int) -> Any:
+    """vLLM's parameters of one request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_new_tokens,
+        stop=list(sampling.stop) or None,
+        seed=seed if sampling.temperature > 0 else None,
+        # The sampled token's own log-prob, nothing more.
+        logprobs=0,
+        # Text is made from ids where it is needed; only stop strings make vLLM detokenise.
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

@@ -1,0 +1,111 @@
+"""A real engine in a Ray actor, and a plain model in the test's process that stands in for the learner as sender.
+
+Only the learner is stood in for: vLLM, the transport, the receipts and the transaction are the product's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlhf.rollout.engine import RolloutEngine
+from rlhf.rollout.types import Completion, EngineSpec, GenerationRequest, Sampling
+from rlhf.trainers.parity import Parity, compare_logprobs
+from rlhf.trajectories import Columns
+from rlhf.weights.sender import Endpoint, SendReport, WeightSender
+from rlhf.weights.source import LearnerSource
+from rlhf.weights.sync import SyncReport, sync_weights
+
+START_S, CALL_S = 300.0, 60.0
+_numbers = itertools.count()
+
+
+class Trainer:
+    """A Hugging Face model with the learner's side of the sync; `send_weights` can be told to misbehave."""
+
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.sender: Any = None
+        self.dtype = dtype
+
+    def named_parameters_for_sync(self) -> list[tuple[str, torch.nn.Parameter]]:
+        named = list(self.model.named_parameters())
+        if self.model.config.tie_word_embeddings:
+            named.append(("lm_head.weight", self.model.get_input_embeddings().weight))
+        return named
+
+    def gather(self, parameters: Any) -> Any:
+        return nullcontext()
+
+    def join(self, engines: list[Any]) -> None:
+        endpoint = Endpoint("gloo", "127.0.0.1", free_port(), engines, [1] * len(engines), 1 << 18, CALL_S)
+        self.sender = WeightSender(LearnerSource(self, self.dtype), endpoint, rank=0)
+
+    def move(self, scale: float = 0.05) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn_like(parameter) * scale)
+
+    async def call(self, method: str, *args: Any, what: str, deadline_s: float) -> list[SendReport]:
+        return [await asyncio.to_thread(self.sender.send)]
+
+    def logprobs(self, columns: Columns, temperature: float) -> np.ndarray:
+        """Log-probs in the records' convention: entry t belongs to token t."""
+        ids = torch.from_numpy(columns.token_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            scores = torch.log_softmax(self.model(ids).logits.float() / temperature, dim=-1)
+        picked = scores[0, :-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
+        return np.concatenate([[np.nan], picked]).astype(np.float32)
+
+
+class Engine:
+    """A started engine actor with plain synchronous calls for tests."""
+
+    def __init__(self, path: Path, index: int = 0, **changes: Any) -> None:
+        settings: dict[str, Any] = {
+            "index": index,
+            "model_path": str(path),
+            "dtype": "float32",
+            "device": "cpu",
+            "tensor_parallel": 1,
+            "max_model_len": 256,
+            "kv_cache_bytes": 1 << 26,
+            "gpu_memory_utilization": 0.5,
+            "weight_backend": "gloo",
+            "deterministic": False,
+        }
+        self.handle = (
+            ray.remote(RolloutEngine).options(num_cpus=1, max_concurrency=1000).remote(EngineSpec(**settings | changes))
+        )
+        ray.get(self.handle.start.remote(), timeout=START_S)
+
+    def generate(
+        self, prompt: list[int], *, seed: int = 1, temperature: float = 1.0, new: int = 8, stop: tuple[str, ...] = ()
+    ) -> tuple[Completion, Columns]:
+        sampling = Sampling(temperature, 1.0, -1, stop, new)
+        request = GenerationRequest(f"test-{next(_numbers)}", tuple(prompt), sampling, seed)
+        return tuple(ray.get(self.handle.generate.options(num_returns=2).remote(request), timeout=CALL_S))
+
+    def parity(self, trainer: Trainer, prompt: list[int], *, temperature: float = 1.0) -> Parity:
+        _, columns = self.generate(prompt, temperature=temperature)
+        return compare_logprobs({"probe": columns}, {"probe": trainer.logprobs(columns, temperature)})
+
+
+def sync(trainer: Trainer, engines: list[Engine], version: int) -> SyncReport:
+    """One whole sync transaction."""
+    return asyncio.run(sync_weights(trainer, [e.handle for e in engines], version, deadline_s=CALL_S))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

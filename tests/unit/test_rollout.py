@@ -1,0 +1,111 @@
+"""Router, seeds and the pool around scripted engines."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf.cluster.wait import DeadlineExceeded
+from rlhf.rollout.pool import RolloutPool
+from rlhf.rollout.router import Router
+from rlhf.rollout.types import Completion, Sampling, sample_seed
+from rlhf.trajectories import Prompt, PromptDraw
+
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, stop=(), max_new_tokens=4)
+
+
+def test_a_request_goes_to_the_engine_with_fewest_outstanding_tokens():
+    router = Router(engines=3, slots=8)
+    assert [router.acquire("a", 10), router.acquire("b", 4), router.acquire("c", 6)] == [0, 1, 2]
+    # Outstanding: 10, 4, 6.
+    assert router.acquire("d", 1) == 1
+    router.release("a", 0)
+    assert router.acquire("e", 1) == 0
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 5))
+def test_no_engine_holds_more_requests_than_its_slots(tokens, engines, slots):
+    router = Router(engines, slots)
+    placed = [router.acquire(str(i), t) for i, t in enumerate(tokens)]
+    taken = [e for e in placed if e is not None]
+    assert all(taken.count(e) <= slots for e in range(engines))
+    assert len(taken) == min(len(tokens), engines * slots) == router.outstanding
+
+
+def test_a_request_is_never_with_two_engines():
+    router = Router(engines=2, slots=2)
+    router.acquire("a", 1)
+    with pytest.raises(ValueError, match="already"):
+        router.acquire("a", 1)
+
+
+def test_a_samples_seed_depends_on_run_seed_draw_and_place_alone():
+    seeds = {sample_seed(r, d, s) for r in range(5) for d in range(20) for s in range(8)}
+    assert len(seeds) == 5 * 20 * 8
+    assert sample_seed(1, 2, 3) == sample_seed(1, 2, 3)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+class ScriptedEngine:
+    """Stands in for an engine actor: answers with the prompt's last id after a scripted delay."""
+
+    def __init__(self, index, delay=lambda request: 0.0, fail=None):
+        self.index, self.delay, self.fail, self.held, self.most = index, delay, fail, 0, 0
+        self.generate = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._remote))
+
+    def _remote(self, request):
+        return self._answer(request), ("columns", request.prompt_ids)
+
+    async def _answer(self, request):
+        self.held += 1
+        self.most = max(self.most, self.held)
+        await asyncio.sleep(self.delay(request))
+        self.held -= 1
+        if self.fail is not None:
+            raise self.fail
+        return Completion(request.request_id, request.prompt_ids[-1], "stop", 0, self.index)
+
+
+def draws(n):
+    return [PromptDraw(Prompt(f"p{i}", str(i), (9, i + 1)), draw_index=i, epoch=0) for i in range(n)]
+
+
+async def collect(pool, n, samples):
+    return [group async for group in pool.stream(draws(n), samples, SAMPLING)]
+
+
+async def test_answers_stay_with_their_prompts_when_engines_finish_out_of_order():
+    # Seven prompts over two engines, an early one made slow: order of completion is not order of draws.
+    slow = lambda request: 0.05 if request.prompt_ids[-1] == 2 else 0.001 * (request.prompt_ids[-1] % 3)  # noqa: E731
+    pool = RolloutPool([ScriptedEngine(0, slow), ScriptedEngine(1, slow)], run_seed=1, deadline_s=5)
+    groups = await collect(pool, 7, 3)
+    assert sorted(g.group_id for g in groups) == list(range(7))
+    assert groups[-1].group_id == 1
+    for group in groups:
+        assert [t.sample_index for t in group.trajectories] == [0, 1, 2]
+        for t in group.trajectories:
+            assert t.group_id == group.group_id
+            assert t.response_tokens == group.draw.prompt.token_ids[-1]
+            assert t.columns == ("columns", group.draw.prompt.token_ids)
+
+
+async def test_the_pool_never_overfills_an_engine():
+    engines = [ScriptedEngine(i, lambda request: 0.001) for i in range(2)]
+    pool = RolloutPool(engines, run_seed=1, deadline_s=5, slots=3)
+    groups = await collect(pool, 10, 4)
+    assert sum(len(g.trajectories) for g in groups) == 40
+    assert max(e.most for e in engines) == 3
+
+
+async def test_a_request_that_is_never_answered_ends_at_its_deadline_and_is_named():
+    pool = RolloutPool([ScriptedEngine(0, lambda request: 3600)], run_seed=1, deadline_s=0.05)
+    with pytest.raises(DeadlineExceeded, match=r"request train-0-0 on engine 0"):
+        await collect(pool, 1, 1)
+
+
+async def test_the_first_failure_ends_the_stream_with_that_error():
+    pool = RolloutPool([ScriptedEngine(0, fail=RuntimeError("engine 0 is gone"))], run_seed=1, deadline_s=5)
+    with pytest.raises(RuntimeError, match="engine 0 is gone"):
+        await collect(pool, 4, 2)
