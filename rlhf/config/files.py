@@ -1,0 +1,169 @@
+"""What a configuration points to on disk: that it exists, that the model fits, and absolute paths for the workers.
+
+Relative paths are relative to the folder that the command is started in. They are made absolute here, once, before
+any worker starts: workers have other working directories, and a path that means something else there would read the
+wrong file or lose the run's output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf.config.problems import Problem
+from rlhf.config.schema import Config, JsonlPrompts, PromptSource
+from rlhf.config.suggest import nearest
+
+_HUB_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")
+_QUICKSTART_MODEL = "smollm2-135m-instruct"
+# Where Ray unpacks an uploaded working directory; it is deleted with the job.
+_UPLOAD = "/runtime_resources/working_dir_files/"
+
+
+def is_model_folder(path: str) -> bool:
+    """Whether `model.path` means a folder; otherwise it is a hub name, `organisation/name`."""
+    if path.startswith((".", "/", "~")) or not _HUB_NAME.match(path):
+        return True
+    parent = path.split("/")[0]
+    return parent == "models" or Path(parent).is_dir()
+
+
+def resolve_paths(config: Config) -> Config:
+    """The same configuration with every path absolute."""
+    run = config.run.model_copy(update={"dir": _absolute(config.run.dir)})
+    update: dict[str, Any] = {"run": run}
+    if is_model_folder(config.model.path):
+        update["model"] = config.model.model_copy(update={"path": str(_absolute(config.model.path))})
+    update["data"] = config.data.model_copy(update={"prompts": _resolve_prompts(config.data.prompts)})
+    if config.evaluation is not None:
+        prompts = _resolve_prompts(config.evaluation.prompts)
+        update["evaluation"] = config.evaluation.model_copy(update={"prompts": prompts})
+    functions = [f.model_copy(update={"name": _resolve_function(f.name)}) for f in config.reward.functions]
+    update["reward"] = config.reward.model_copy(update={"functions": functions})
+    return config.model_copy(update=update)
+
+
+def check_files(config: Config) -> list[Problem]:
+    """Everything that is missing or does not fit on disk."""
+    return [*_run_folder(config), *_model(config), *_prompt_files(config), *_reward_files(config)]
+
+
+def _run_folder(config: Config) -> Iterator[Problem]:
+    folder = _absolute(config.run.dir)
+    if _UPLOAD in f"{folder}/":
+        yield Problem(
+            "run.dir",
+            f"lies in the working directory that was uploaded with the job ({folder}), and Ray deletes that folder "
+            "when the job ends, with everything the run leaves",
+            str(config.run.dir),
+            "Give an absolute path outside of it, on a disk that stays",
+        )
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        reason = "is not writable" if existing.is_dir() else "is not a folder"
+        yield Problem("run.dir", f"run folders can't be made here: {existing} {reason}", str(config.run.dir))
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    if not is_model_folder(config.model.path):
+        return
+    folder = _absolute(config.model.path)
+    if not (folder / "config.json").is_file():
+        what = f"{folder} has no config.json" if folder.is_dir() else f"no such folder: {folder}"
+        if folder.name == _QUICKSTART_MODEL:
+            hint = "Run `bash scripts/quickstart.sh`, or `python scripts/prepare_model.py`, to make it"
+        else:
+            hint = "A hub name is written organisation/name, such as Qwen/Qwen2.5-1.5B-Instruct"
+        yield Problem("model.path", what, config.model.path, hint)
+        return
+    try:
+        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        yield Problem("model.path", f"{folder / 'config.json'} can't be read: {error}", config.model.path)
+        return
+    model = model.get("text_config", model)
+    yield from _heads(config, model)
+    yield from _context(config, model)
+
+
+def _heads(config: Config, model: dict[str, Any]) -> Iterator[Problem]:
+    size = config.rollout.tensor_parallel
+    heads = model.get("num_attention_heads")
+    kv_heads = model.get("num_key_value_heads", heads)
+    if not isinstance(heads, int) or not isinstance(kv_heads, int):
+        return
+    # KV heads may also be fewer than devices, then each is kept on several.
+    if heads % size or (kv_heads % size and size % kv_heads):
+        possible = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        yield Problem(
+            "rollout.tensor_parallel",
+            f"the model has {heads} attention heads and {kv_heads} KV heads, which can't be split over {size} devices",
+            size,
+            f"Possible: {', '.join(map(str, possible))}",
+        )
+
+
+def _context(config: Config, model: dict[str, Any]) -> Iterator[Problem]:
+    limit = model.get("max_position_embeddings")
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if isinstance(limit, int) and longest > limit:
+        yield Problem(
+            "rollout.max_new_tokens",
+            f"data.max_prompt_tokens {config.data.max_prompt_tokens} + rollout.max_new_tokens "
+            f"{config.rollout.max_new_tokens} = {longest} tokens, and the model was made for at most {limit}",
+            config.rollout.max_new_tokens,
+            "Lower one of them",
+        )
+
+
+def _prompt_files(config: Config) -> Iterator[Problem]:
+    for section in ("data", "evaluation"):
+        prompts = getattr(getattr(config, section), "prompts", None)
+        if isinstance(prompts, JsonlPrompts):
+            path = _absolute(prompts.path)
+            if not path.is_file():
+                yield Problem(f"{section}.prompts.path", _missing(path), str(prompts.path), _near(path))
+
+
+def _reward_files(config: Config) -> Iterator[Problem]:
+    for index, function in enumerate(config.reward.functions):
+        file = _function_file(function.name)
+        if file is not None and not _absolute(file).is_file():
+            yield Problem(
+                f"reward.functions.{index}.name", _missing(_absolute(file)), function.name, _near(_absolute(file))
+            )
+
+
+def _missing(path: Path) -> str:
+    return f"not a file: {path}" if path.exists() else f"no such file: {path}"
+
+
+def _near(path: Path) -> str:
+    names = [p.name for p in path.parent.iterdir() if p.suffix == path.suffix] if path.parent.is_dir() else []
+    near = nearest(path.name, names)
+    return f"Did you mean {path.with_name(near)}?" if near else ""
+
+
+def _function_file(name: str) -> str | None:
+    """The file of a reward function `path/to/file.py:function`."""
+    file, colon, _ = name.rpartition(":")
+    return file if colon and file.endswith(".py") else None
+
+
+def _resolve_function(name: str) -> str:
+    file = _function_file(name)
+    return name if file is None else f"{_absolute(file)}:{name.rpartition(':')[2]}"
+
+
+def _resolve_prompts(prompts: PromptSource) -> PromptSource:
+    if isinstance(prompts, JsonlPrompts):
+        return prompts.model_copy(update={"path": _absolute(prompts.path)})
+    return prompts
+
+
+def _absolute(path: str | Path) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(path)))

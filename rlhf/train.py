@@ -1,0 +1,163 @@
+"""`python -m rlhf.train`: parse the command line, check everything, hand over to the trainer, set the exit code.
+
+Nothing heavy is imported before the configuration is valid, so a mistake is reported in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from types import FrameType
+
+from rlhf.config import Config, ConfigError, Problem, dump_config, load_config
+
+DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+
+_DESCRIPTION = """\
+Train a language model with reinforcement learning: one YAML file describes the run.
+"""
+
+_EPILOG = """\
+examples:
+  python -m rlhf.train --config configs/quickstart.yaml
+  python -m rlhf.train --config ppo.yaml policy.learning_rate=2e-6 run.name=try2
+  python -m rlhf.train --config ppo.yaml 'rollout.sampling.stop=["\\n"]' reward.functions.0.weight=2
+  python -m rlhf.train --config ppo.yaml --dry-run
+
+overrides:
+  section.key=value, the value written as in YAML; the items of a list are 0, 1, 2, ...
+  The last of two overrides of the same key wins.
+
+sections:
+{sections}
+
+exit codes:
+  0  done
+  1  failed while running
+  2  refused before anything started; all errors are listed
+  130  interrupted
+
+Every key, its default and its rules: docs/configuration.md. When something goes wrong: docs/troubleshooting.md.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    arguments = _parse(argv)
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        _check_rewards(config, arguments.config)
+        return _dry_run(config) if arguments.dry_run else _train(config)
+    except ConfigError as error:
+        return _say(str(error), REFUSED)
+    except KeyboardInterrupt:
+        return _say("interrupted", INTERRUPTED)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    sections = "\n".join(
+        f"  {name:<12}{_first_line(field.annotation.__doc__ if name != 'evaluation' else field.description)}"
+        for name, field in Config.model_fields.items()
+        if name != "task"
+    )
+    parser = argparse.ArgumentParser(
+        prog="python -m rlhf.train",
+        description=_DESCRIPTION,
+        epilog=_EPILOG.format(sections=sections),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", required=True, help="the run's YAML file")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the resolved configuration and the placement, and start nothing"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        dashed = next((u for u in unknown if u.startswith("--") and "." in u), None)
+        hint = f"; settings are written without dashes: {dashed.lstrip('-').partition('=')[0]}=value" if dashed else ""
+        parser.error(f"unknown argument {unknown[0]}{hint}")
+    return arguments
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").strip().splitlines()[0]
+
+
+def _check_rewards(config: Config, file: str) -> None:
+    """Check the reward functions and their options, which means importing the user's modules."""
+    from rlhf.rewards import check_functions
+
+    problems = check_functions(config.reward.functions)
+    if problems:
+        raise ConfigError(Problem("", problem, place=file) for problem in problems)
+
+
+def _dry_run(config: Config) -> int:
+    """Print the resolved configuration and the placement table, for what this machine has."""
+    from rlhf.cluster.needs import ModelShape, UnknownShape, needs, render_table
+    from rlhf.cluster.preflight import local_resources
+
+    try:
+        shape = ModelShape.from_path(config.model.path)
+    except UnknownShape as error:
+        return _say(f"configuration refused: {error}", REFUSED)
+    resources = local_resources()
+    on_gpus = config.placement.device == "cuda" or (config.placement.device == "auto" and resources.gpus > 0)
+    required = needs(config, shape, "cuda" if on_gpus else "cpu")
+    sys.stdout.write(f"{dump_config(config)}\n{render_table(required, str(resources))}\n")
+    return REFUSED if required.problems else DONE
+
+
+def _train(config: Config) -> int:
+    """Train, and turn whatever happens into an exit code and words."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _fit(config)
+    except SystemExit as stop:
+        # Ray replaces the handler of SIGTERM by one that exits with the signal's number.
+        if stop.code == signal.SIGTERM:
+            return _say("interrupted", INTERRUPTED)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _fit(config: Config) -> int:
+    from rlhf.cluster.model_shape import UnknownShape
+    from rlhf.cluster.preflight import Refused
+    from rlhf.data import DataError
+    from rlhf.trainers.ppo import PPOTrainer
+
+    try:
+        PPOTrainer(config).fit()
+    except (Refused, ConfigError, DataError, UnknownShape) as error:
+        return _say(f"refused: {error}", REFUSED)
+    except Exception as error:
+        # Our own errors are written for users and carry the traceback of the actor; of any other error, where it
+        # came from is what the reader needs.
+        if not type(error).__module__.startswith("rlhf."):
+            traceback.print_exception(error)
+        return _say(f"failed: {type(error).__name__}: {error}", FAILED)
+    return DONE
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """End on SIGTERM as on Ctrl-C: by whatever handles that now, which inside the event loop is a clean cancel."""
+    handler = signal.getsignal(signal.SIGINT)
+    if callable(handler):
+        handler(signum, frame)
+    else:
+        raise KeyboardInterrupt
+
+
+def _say(message: str, code: int) -> int:
+    sys.stderr.write(f"{message}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
