@@ -36,21 +36,33 @@ async def wait(awaitable: Awaitable[T] | Any, *, what: str, deadline_s: float) -
     """
     try:
         async with asyncio.timeout(deadline_s) as scope:
-            return await awaitable  # type: ignore[no-any-return]
-    except TimeoutError as error:
-        if scope.expired():
-            raise DeadlineExceeded(f"{what}: not done after {deadline_s:g} s") from error
-        raise
+            return await awaitable
     except Exception as error:
-        explained = _explain(error, what)
-        if explained is error:
+        if isinstance(error, TimeoutError) and scope.expired():
+            raise DeadlineExceeded(f"{what}: not done after {deadline_s:g} s") from error
+        told = explained(error, what)
+        if told is error:
             raise
-        raise explained from error
+        raise told from error
 
 
-async def wait_all(awaitables: Sequence[Awaitable[T] | Any], *, what: str, deadline_s: float) -> list[T]:
-    """Await all of them together; the first failure is raised at once and the others are cancelled."""
-    tasks = [asyncio.ensure_future(wait(a, what=what, deadline_s=deadline_s)) for a in awaitables]
+def explained(error: BaseException, what: str) -> BaseException:
+    """The exception to raise in place of `error`, which ended the wait for `what`."""
+    return _explain(error, what)
+
+
+async def wait_all(
+    awaitables: Sequence[Awaitable[T] | Any], *, what: str | Sequence[str], deadline_s: float
+) -> list[T]:
+    """Await all of them together; the first failure is raised at once and the others are cancelled.
+
+    `what` names all of them, or each.
+    """
+    names = [what] * len(awaitables) if isinstance(what, str) else what
+    tasks = [
+        asyncio.ensure_future(wait(awaitable, what=name, deadline_s=deadline_s))
+        for awaitable, name in zip(awaitables, names, strict=True)
+    ]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

@@ -1,0 +1,1 @@
+"""Causal language models, and token log-probs from them."""

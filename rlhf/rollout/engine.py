@@ -34,11 +34,13 @@ class NotServing(RuntimeError):
 
 
 class RolloutEngine:
-    """One vLLM engine. Plain class; the rollout pool wraps it in an actor."""
+    """One vLLM engine. Plain class; the actor group puts an actor around it."""
+
+    # On the class, since the actor is watched before it is constructed.
+    _llm: Any = None
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
-        self._llm: Any = None
         self._version: int | None = None
         self._recorder = SpanRecorder("rollout")
         self._active = 0
@@ -148,7 +150,7 @@ class RolloutEngine:
 
     async def watch(self) -> None:
         """Raise `EngineDied` when vLLM's processes are gone, also while nobody asks anything of the engine."""
-        while self._llm is None or not self._llm.errored:
+        while self._llm is None or not self._llm.errored:  # noqa: ASYNC110  vLLM offers a flag, and no event
             await asyncio.sleep(_WATCH_S)
         raise EngineDied(self._describe_death())
 

@@ -70,6 +70,8 @@ class Columns:
         """Columns of a single-turn sample: the prompt's positions masked, the response's as the engine gave them."""
         if len(response_ids) != len(response_logprobs):
             raise ValueError(f"{len(response_ids)} sampled ids but {len(response_logprobs)} log-probs")
+        if not isinstance(weight_versions, int) and len(weight_versions) != len(response_ids):
+            raise ValueError(f"{len(response_ids)} sampled ids but {len(weight_versions)} weight versions")
         prompt, total = len(prompt_ids), len(prompt_ids) + len(response_ids)
         mask = np.zeros(total, dtype=np.bool_)
         mask[prompt:] = True

@@ -12,7 +12,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
 )
 
-from rlhf.weights.receipts import Receipt, SyncError, recorded_loading
+from rlhf.weights.receipts import Receipt, SyncError
+from rlhf.weights.recording import recorded_loading
 
 
 def reset_half_loaded_layers(model: Any) -> int:

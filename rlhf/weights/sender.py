@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
 from rlhf.tracking.spans import now
 from rlhf.weights.client import EngineClient
-from rlhf.weights.receipts import Receipt, RecordedSource
+from rlhf.weights.endpoint import Endpoint, SendReport
+from rlhf.weights.recording import RecordedSource
 from rlhf.weights.source import LearnerSource
-from rlhf.weights.transports import Transport, register_transports, trainer_init_info
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where a transfer group meets, and who is in it: engine handles and the number of workers of each."""
-
-    transport: Transport
-    address: str
-    port: int
-    engines: Sequence[Any]
-    workers: Sequence[int]
-    bucket_bytes: int
-    deadline_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class SendReport:
-    """What one policy rank sent: its receipt (empty but on the sender) and how long it took, seconds."""
-
-    receipt: Receipt
-    seconds: float
+from rlhf.weights.transports import register_transports, trainer_init_info
 
 
 class WeightSender:

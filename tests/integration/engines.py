@@ -21,7 +21,8 @@ from rlhf.rollout.engine import RolloutEngine
 from rlhf.rollout.types import Completion, EngineSpec, GenerationRequest, Sampling
 from rlhf.trainers.parity import Parity, compare_logprobs
 from rlhf.trajectories import Columns
-from rlhf.weights.sender import Endpoint, SendReport, WeightSender
+from rlhf.weights.endpoint import Endpoint, SendReport
+from rlhf.weights.sender import WeightSender
 from rlhf.weights.source import LearnerSource
 from rlhf.weights.sync import SyncReport, sync_weights
 

@@ -16,7 +16,8 @@ import torch
 from transformers import AutoTokenizer
 
 from rlhf.trainers.parity import ParityError
-from rlhf.weights.receipts import RecordedSource, SyncError
+from rlhf.weights.receipts import SyncError
+from rlhf.weights.recording import RecordedSource
 from rlhf.weights.source import LearnerSource
 from tests.integration.engines import Engine, Trainer, sync
 from tests.tiny import EOS_ID

@@ -1,0 +1,264 @@
+"""What a run needs: devices and bytes for each pool. Pure arithmetic, shared by the preflight and the planner.
+
+Invariants (each has a test)
+- The same configuration and shape give the same needs, without ray, torch or any I/O.
+- A pool that the configuration doesn't use is absent: no reference without KL.
+- Bytes are per device; summed over ranks, a state sharded by ZeRO adds up to one whole copy.
+- What can't work on any cluster (heads that don't divide, a KV cache too small for one sequence) is a problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from rlhf.cluster.model_shape import ModelShape, UnknownShape
+from rlhf.config.schema import Config
+
+__all__ = ["DeviceBytes", "ModelShape", "Needs", "PoolNeeds", "UnknownShape", "needs", "render_table", "size"]
+
+Device = Literal["cpu", "cuda"]
+
+FLOAT32 = 4
+# AdamW keeps two moments in float32 beside the float32 master weights.
+OPTIMIZER_BYTES = 3 * FLOAT32
+# Log-probs are computed in chunks of at most this many logits, a few float32 arrays of that size at a time.
+LOGIT_CHUNK = 1 << 25
+LOGIT_ARRAYS = 3
+# vLLM's defaults: tokens of one forward pass, and sequences that are sampled from at a time.
+ENGINE_BATCH_TOKENS = 2048
+ENGINE_BATCH_SEQUENCES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    """Bytes on one device, by what they hold."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    kv_cache: int = 0
+    sync_buckets: int = 0
+
+    @property
+    def total(self) -> int:
+        """Their sum, bytes."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class PoolNeeds:
+    """One pool: `units` ranks (or engines, or worker processes) of `devices_per_unit` devices each."""
+
+    pool: str
+    units: int
+    devices_per_unit: int
+    bytes: DeviceBytes
+    problems: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        """Devices of the whole pool."""
+        return self.units * self.devices_per_unit
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole pool, over all its devices."""
+        return self.devices * self.bytes.total
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a run needs, pool by pool. On CPU a device is a slot."""
+
+    device: Device
+    pools: tuple[PoolNeeds, ...]
+
+    @property
+    def devices(self) -> int:
+        """Devices of all pools."""
+        return sum(pool.devices for pool in self.pools)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all pools, over all devices."""
+        return sum(pool.total_bytes for pool in self.pools)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What can't work on any cluster."""
+        return tuple(problem for pool in self.pools for problem in pool.problems)
+
+    def pool(self, name: str) -> PoolNeeds | None:
+        """The pool of that name, if the run has one."""
+        return next((pool for pool in self.pools if pool.pool == name), None)
+
+
+def needs(config: Config, shape: ModelShape, device: Device = "cpu") -> Needs:
+    """Devices and bytes for each pool of a run.
+
+    With P parameters, R ranks, c bytes of the compute dtype (2 for bfloat16, 4 for float32), L layers, hidden size h,
+    MLP size I, a = heads x head size, k = KV heads x head size, V vocabulary, and T tokens in the largest micro-batch
+    (the cap, or the longest sequence if that is longer):
+
+    - policy weights: c P at ZeRO 1 and 2, c P / R at 3; gradients, accumulated in float32: 4 P at 1, 4 P / R at 2 and
+      3; optimizer, float32 masters and two moments: 12 P / R (ZeRO paper, arXiv:1910.02054, section 5, table 1).
+    - policy activations, no recomputation: T L (2 (4 + c) h + c (2 h + 3 a + 3 k + 4 I)), which is the float32 input
+      and the output of each norm, the residual stream, queries and keys before and after rotation, values, the
+      attention output and four MLP arrays (after Korthikanti et al., arXiv:2205.05198, section 4); plus the logits
+      of one chunk and the float32 gradient of the output head.
+    - reference: weights c P on every rank; activations of one layer, T c (4 h + 3 a + 3 k + 3 I), plus a logits chunk.
+    - rollout, tensor parallel t: weights c P / t; one layer's activations at vLLM's batch size plus sampled logits;
+      KV cache as configured on CPU; on a GPU the least that serves: the longest sequence, 2 L k c / t bytes a token.
+    - sync buckets: one bucket (at least the largest tensor) on both sides; ZeRO 3 gathers one layer or the embedding.
+    - reward: worker processes on the CPU, no devices.
+    """
+    pools = [_policy(config, shape)]
+    if config.algorithm.kl.where != "none":
+        pools.append(_reference(config, shape))
+    pools.append(_rollout(config, shape, device))
+    pools.append(PoolNeeds("reward", config.reward.workers, 0, DeviceBytes()))
+    return Needs(device, tuple(pools))
+
+
+def _itemsize(config: Config) -> int:
+    return 2 if config.model.dtype == "bfloat16" else FLOAT32
+
+
+def _longest(config: Config) -> int:
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def _bucket(config: Config, shape: ModelShape) -> int:
+    return max(config.weights.bucket_bytes, shape.embedding_parameters * _itemsize(config))
+
+
+def _logits(shape: ModelShape, tokens: int) -> int:
+    return LOGIT_ARRAYS * FLOAT32 * min(LOGIT_CHUNK, tokens * shape.vocab)
+
+
+def _policy(config: Config, shape: ModelShape) -> PoolNeeds:
+    policy, item, count = config.policy, _itemsize(config), shape.parameters
+    query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    tokens = max(policy.max_tokens_per_microbatch, _longest(config))
+    per_layer = 2 * (FLOAT32 + item) * shape.hidden
+    per_layer += item * (2 * shape.hidden + 3 * query + 3 * keys + 4 * shape.intermediate)
+    head_gradient = FLOAT32 * shape.embedding_parameters
+    gathered = item * max(shape.layer_parameters, shape.embedding_parameters) if policy.zero_stage == 3 else 0
+    return PoolNeeds(
+        "policy",
+        policy.ranks,
+        1,
+        DeviceBytes(
+            weights=_share(item * count, policy.ranks if policy.zero_stage == 3 else 1),
+            gradients=_share(FLOAT32 * count, policy.ranks if policy.zero_stage >= 2 else 1),
+            optimizer=_share(OPTIMIZER_BYTES * count, policy.ranks),
+            activations=tokens * shape.layers * per_layer + _logits(shape, tokens) + head_gradient,
+            sync_buckets=_bucket(config, shape) + gathered,
+        ),
+    )
+
+
+def _forward_layer(config: Config, shape: ModelShape, tokens: int) -> int:
+    query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return tokens * _itemsize(config) * (4 * shape.hidden + 3 * query + 3 * keys + 3 * shape.intermediate)
+
+
+def _reference(config: Config, shape: ModelShape) -> PoolNeeds:
+    tokens = max(config.policy.max_tokens_per_microbatch, _longest(config))
+    activations = _forward_layer(config, shape, tokens) + _logits(shape, tokens)
+    weights = _itemsize(config) * shape.parameters
+    return PoolNeeds("reference", config.reference.ranks, 1, DeviceBytes(weights=weights, activations=activations))
+
+
+def _rollout(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
+    rollout, item = config.rollout, _itemsize(config)
+    parallel = rollout.tensor_parallel
+    # With more ranks than KV heads, vLLM gives each rank a copy of one.
+    per_token = 2 * shape.layers * shape.head_dim * item * max(1, shape.kv_heads // parallel)
+    least = per_token * _longest(config)
+    sampled = (
+        FLOAT32
+        * shape.vocab
+        * min(ENGINE_BATCH_SEQUENCES, -(-rollout.prompts_per_step * rollout.samples_per_prompt // rollout.engines))
+    )
+    activations = _forward_layer(config, shape, max(ENGINE_BATCH_TOKENS, _longest(config)))
+    return PoolNeeds(
+        "rollout",
+        rollout.engines,
+        parallel,
+        DeviceBytes(
+            weights=_share(item * shape.parameters, parallel),
+            activations=_share(activations, parallel) + sampled,
+            kv_cache=rollout.kv_cache_bytes if device == "cpu" else least,
+            sync_buckets=_bucket(config, shape),
+        ),
+        tuple(_rollout_problems(config, shape, device, per_token)),
+    )
+
+
+def _rollout_problems(config: Config, shape: ModelShape, device: Device, kv_bytes_per_token: int) -> list[str]:
+    rollout, parallel = config.rollout, config.rollout.tensor_parallel
+    problems = []
+    if not _heads_divide(shape, parallel):
+        allowed = [n for n in range(1, shape.heads + 1) if _heads_divide(shape, n)]
+        problems.append(
+            f"rollout.tensor_parallel = {parallel}: the model has {shape.heads} heads and {shape.kv_heads} KV heads, "
+            f"which {parallel} devices can't share evenly. Use one of {', '.join(map(str, allowed))}"
+        )
+    longest = _longest(config)
+    if device == "cpu" and rollout.kv_cache_bytes < kv_bytes_per_token * longest:
+        problems.append(
+            f"rollout.kv_cache_bytes = {rollout.kv_cache_bytes}: one sequence of {longest} tokens needs "
+            f"{kv_bytes_per_token} x {longest} = {kv_bytes_per_token * longest} bytes. Raise it to at least that, or "
+            "lower data.max_prompt_tokens or rollout.max_new_tokens"
+        )
+    return problems
+
+
+def _heads_divide(shape: ModelShape, parallel: int) -> bool:
+    # vLLM splits KV heads over ranks or, with more ranks than KV heads, copies each to equally many ranks.
+    kv_heads_divide = shape.kv_heads % parallel == 0 or parallel % shape.kv_heads == 0
+    return shape.heads % parallel == 0 and kv_heads_divide
+
+
+def _share(count: int, parts: int) -> int:
+    return -(-count // parts)
+
+
+def size(count: int) -> str:
+    """Bytes for people: `1.5 GiB`; `-` for none."""
+    if count == 0:
+        return "-"
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def render_table(needs: Needs, available: str | None = None) -> str:
+    """The placement table as plain text: one row a pool, bytes per device, and a total; `available` is a last line."""
+    noun = "slots" if needs.device == "cpu" else "GPUs"
+    columns = [field.name.replace("_", " ") for field in fields(DeviceBytes)]
+    rows: list[list[str]] = [["pool", "units", noun, *columns, "per device", "pool total"]]
+    for pool in needs.pools:
+        parts = [size(getattr(pool.bytes, field.name)) for field in fields(DeviceBytes)]
+        rows.append(
+            [pool.pool, str(pool.units), str(pool.devices), *parts, size(pool.bytes.total), size(pool.total_bytes)]
+        )
+    blanks = [""] * (len(columns) + 1)
+    rows.append(["all", "", str(needs.devices), *blanks, size(needs.total_bytes)])
+    lines = _aligned(rows)
+    if available is not None:
+        lines.append(f"available: {available}")
+    return "\n".join([*lines, *(f"problem: {problem}" for problem in needs.problems)])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]

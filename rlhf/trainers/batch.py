@@ -1,0 +1,74 @@
+"""From scored groups to what the learner trains on: advantages, and what can't be trained on set aside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlhf.algorithms.advantages import group_advantages
+from rlhf.batching import LearnerSample
+from rlhf.trainers.scoring import ScoredGroup
+from rlhf.trajectories import Group, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """A step's samples with advantages, all groups as they were scored, and the samples that left (by reason)."""
+
+    samples: Sequence[LearnerSample]
+    groups: Sequence[Group]
+    failed: int
+    filtered: int
+    errors: int
+    first_error: str | None
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """All samples of the step, also those that aren't trained on."""
+        return [trajectory for group in self.groups for trajectory in group.trajectories]
+
+    def metrics(self) -> dict[str, float]:
+        """`reward/errors`: samples whose reward failed, whatever `reward.on_error` made of them."""
+        return {"reward/errors": float(self.errors)}
+
+
+def assemble(scored: Sequence[ScoredGroup]) -> TrainingBatch:
+    """Advantages from each group's rewards, in the order of the draws.
+
+    A sample without a reward is `failed`. A group with fewer than two rewards left has no baseline: what is left of it
+    is `filtered`.
+    """
+    samples: list[LearnerSample] = []
+    groups: list[Group] = []
+    failed = filtered = 0
+    for entry in sorted(scored, key=lambda s: s.group.group_id):
+        rewards = [t.reward for t in entry.group.trajectories]
+        missing = sum(r is None for r in rewards)
+        failed += missing
+        advantages = group_advantages(rewards)
+        if advantages is None:
+            filtered += len(rewards) - missing
+            groups.append(entry.group)
+            continue
+        trajectories = [
+            t if a is None else t.with_advantage(a) for t, a in zip(entry.group.trajectories, advantages, strict=True)
+        ]
+        groups.append(replace(entry.group, trajectories=tuple(trajectories)))
+        samples += [learner_sample(t, entry.reference) for t in trajectories if t.advantage is not None]
+    messages = [message for entry in scored for message in entry.errors.values()]
+    return TrainingBatch(samples, groups, failed, filtered, len(messages), messages[0] if messages else None)
+
+
+def learner_sample(trajectory: Trajectory, reference: Any | None = None) -> LearnerSample:
+    """The trajectory as learners and scorers take it."""
+    assert trajectory.columns is not None, "a trajectory from the pool has columns"
+    return LearnerSample(
+        sample_id=trajectory.sample_id,
+        group_id=trajectory.group_id,
+        total_tokens=trajectory.total_tokens,
+        prompt_tokens=trajectory.prompt_tokens,
+        advantage=trajectory.advantage or 0.0,
+        columns=trajectory.columns,
+        reference=reference,
+    )

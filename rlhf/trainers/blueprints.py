@@ -1,0 +1,78 @@
+"""What the actors of each role are made of: class, number, arguments and environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf.algorithms.catalogue import needs_reference
+from rlhf.cluster.actors import Arguments
+from rlhf.config.schema import Config
+from rlhf.learners.policy import PolicyLearner
+from rlhf.rewards.actor import RewardActor
+from rlhf.rollout.engine import RolloutEngine
+from rlhf.rollout.types import EngineSpec
+from rlhf.scorers.reference import ReferenceScorer
+from rlhf.tracking.folder import RunFolder
+from rlhf.tracking.recorder import TrajectoryRecorder
+from rlhf.weights.transports import ENGINE_BACKENDS, Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """One role: `ranks` actors of the plain class, rank r constructed with `args_for_rank(r)`."""
+
+    plain: type
+    ranks: int
+    args_for_rank: Callable[[int], Arguments]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def transport(config: Config, device: str) -> Transport:
+    """The weight transport: as set, or by the device."""
+    if config.weights.transport == "auto":
+        return "nccl" if device == "cuda" else "gloo"
+    return config.weights.transport
+
+
+def make_blueprints(
+    config: Config, device: Any, folder: RunFolder, reward_functions: Mapping[str, bytes]
+) -> dict[str, Blueprint]:
+    """All roles that this run has; no reference where nothing needs one."""
+    backend = ENGINE_BACKENDS[transport(config, device)]
+    ranks = config.policy.ranks
+
+    def engine(rank: int) -> Arguments:
+        return (EngineSpec.from_config(config, rank, device=device, weight_backend=backend),), {}
+
+    blueprints = {
+        "policy": Blueprint(
+            PolicyLearner, ranks, lambda rank: ((config, rank, ranks, device), {}), {"DS_ACCELERATOR": device}
+        ),
+        "rollout": Blueprint(RolloutEngine, config.rollout.engines, engine, engine_environment(config, device)),
+        "reward": Blueprint(
+            RewardActor, 1, lambda _: ((config.reward, config.model.path, reward_functions, os.getcwd()), {})
+        ),
+        "recorder": Blueprint(TrajectoryRecorder, 1, lambda _: ((config.model.path, folder.trajectories), {})),
+    }
+    if needs_reference(config):
+        blueprints["reference"] = Blueprint(
+            ReferenceScorer, config.reference.ranks, lambda _: ((config, device), {}), {"DS_ACCELERATOR": device}
+        )
+    return blueprints
+
+
+def engine_environment(config: Config, device: str) -> dict[str, str]:
+    """Environment of an engine's processes.
+
+    On CPU engines and learner don't work at the same time, so an engine gets its share of all cores. vLLM's own
+    binding would keep a core free for its scheduler, which on two cores is half of them.
+    """
+    environment = {"VLLM_NO_USAGE_STATS": "1"}
+    if device == "cpu":
+        workers = config.rollout.engines * config.rollout.tensor_parallel
+        threads = 1 if config.run.deterministic else max(1, len(os.sched_getaffinity(0)) // workers)
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+    return environment

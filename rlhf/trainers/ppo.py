@@ -1,0 +1,176 @@
+"""The driver of every online algorithm (`task: ppo`).
+
+A step takes groups of prompts from the sampler, generates, scores each group as soon as it is finished, trains, and
+brings the new weights to the engines. The driver reads headers only; token arrays go from actor to actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf.cluster.model_shape import ModelShape
+from rlhf.cluster.session import open_session
+from rlhf.config.schema import Config
+from rlhf.rollout.types import Sampling
+from rlhf.tracking.metrics import reward_metrics, rollout_metrics
+from rlhf.tracking.spans import now, recorder, span
+from rlhf.trainers.batch import TrainingBatch, assemble
+from rlhf.trainers.checks import check_rewards, check_run_folder
+from rlhf.trainers.evaluation import Evaluator
+from rlhf.trainers.journal import Journal
+from rlhf.trainers.parity import Parity, compare_logprobs, merge
+from rlhf.trainers.prompts import RunPrompts
+from rlhf.trainers.roles import Roles, start_roles
+from rlhf.trainers.scoring import ScoredGroup, score_group
+from rlhf.trajectories import Ledger
+
+if TYPE_CHECKING:
+    from rlhf.rewards.types import RewardFunction
+
+_PROBE_PROMPTS = 4
+_PROBE_TOKENS = 16
+
+
+class NothingToTrainOn(RuntimeError):
+    """No sample of a step was left after failed rewards and filtering."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """What a finished run leaves: its folder, and the metrics of its last step."""
+
+    folder: Path
+    steps: int
+    metrics: Mapping[str, float]
+
+
+class PPOTrainer:
+    """Trains a policy as the configuration says; `fit()` runs from start to end.
+
+    `reward_functions` are used besides `reward.functions`, each with weight 1, under the names given here.
+    Raises `rlhf.cluster.preflight.Refused` when the run can't start here, before any actor does.
+    """
+
+    def __init__(self, config: Config, reward_functions: Mapping[str, RewardFunction] | None = None) -> None:
+        self._config = config
+        self._reward_functions = dict(reward_functions or {})
+
+    def fit(self) -> RunSummary:
+        """Run all steps; returns when the export is written and every process of the run has ended."""
+        return asyncio.run(self._fit())
+
+    async def _fit(self) -> RunSummary:
+        config = self._config
+        # All that can refuse the run comes first, and leaves nothing behind: no actor, no folder.
+        check_run_folder(config.run)
+        prompts = RunPrompts.load(config)
+        extra = check_rewards(config, self._reward_functions)
+        notes: list[str] = []
+        async with open_session(config, ModelShape.from_path(config.model.path), say=notes.append) as session:
+            with Journal.open(config) as journal:
+                for note in [*notes, *prompts.notes()]:
+                    journal.note(note)
+                async with start_roles(config, session, journal.folder, extra) as roles:
+                    return await roles.guard(_Run(config, prompts, journal, roles).train())
+
+
+class _Run:
+    """The state of one run, and its loop."""
+
+    def __init__(self, config: Config, prompts: RunPrompts, journal: Journal, roles: Roles) -> None:
+        self._config = config
+        self._prompts = prompts
+        self._journal = journal
+        self._roles = roles
+        self._sampling = Sampling.for_training(config)
+        self._ledger = Ledger()
+        self._evaluator = Evaluator(config, prompts, roles)
+
+    async def train(self) -> RunSummary:
+        """Sync and probe, train all steps, export."""
+        await self._roles.sync(version=0)
+        parity = await self._probe()
+        self._journal.note(f"parity probe: {parity.max_abs:.2g} nats at most over {parity.tokens} tokens")
+        await self._evaluate(step=0)
+        metrics: dict[str, float] = {}
+        for step in range(1, self._config.run.steps + 1):
+            with span("step", step):
+                metrics = await self._step(step)
+            self._journal.step(step, metrics, recorder.drain())
+            await self._evaluate(step)
+        await self._roles.export(self._journal.folder.export)
+        return RunSummary(self._journal.folder.path, self._config.run.steps, metrics)
+
+    async def _step(self, step: int) -> dict[str, float]:
+        started = now()
+        with span("rollout", step):
+            scoring = await self._generate(step)
+            generated_s = now() - started
+        with span("score", step):
+            scored = await asyncio.gather(*scoring)
+        with span("assemble", step):
+            batch = self._assemble(step, scored)
+        with span("update", step):
+            writing = asyncio.ensure_future(self._roles.record(step, batch.groups))
+            learned = await self._roles.update(step, batch.samples)
+            self._ledger.settle("trained", len(batch.samples))
+            await writing
+        with span("sync", step):
+            synced = await self._roles.sync(version=step)
+        with span("account", step):
+            self._ledger.check()
+            recorder.absorb(await self._roles.drain_spans(), step)
+        return {
+            **reward_metrics(batch.trajectories),
+            **rollout_metrics(batch.trajectories, generated_s),
+            **learned,
+            **synced.metrics(),
+            **self._ledger.metrics(),
+            **batch.metrics(),
+        }
+
+    async def _generate(self, step: int) -> list[asyncio.Task[ScoredGroup]]:
+        """Generate the step's groups; the scoring of each begins as soon as it is finished."""
+        rollout = self._config.rollout
+        draws = self._prompts.train.draw(rollout.prompts_per_step)
+        self._ledger.draw(len(draws) * rollout.samples_per_prompt)
+        scoring: list[asyncio.Task[ScoredGroup]] = []
+        async for group in self._roles.pool.stream(draws, rollout.samples_per_prompt, self._sampling):
+            self._ledger.buffer(len(group.trajectories))
+            scoring.append(asyncio.create_task(score_group(self._roles, group, step)))
+        return scoring
+
+    def _assemble(self, step: int, scored: Sequence[ScoredGroup]) -> TrainingBatch:
+        """Advantages for every group; samples that can't be trained on leave the ledger here."""
+        batch = assemble(scored)
+        self._ledger.settle("failed", batch.failed)
+        self._ledger.settle("filtered", batch.filtered)
+        if not batch.samples:
+            raise NothingToTrainOn(
+                f"step {step}: no sample is left to train on ({batch.failed} failed rewards, {batch.filtered} filtered "
+                f"because their group had fewer than two left). {batch.first_error or ''}".rstrip()
+            )
+        return batch
+
+    async def _probe(self) -> Parity:
+        """Compare engine and trainer on a few prompts of the run; raises `ParityError` beyond the dtype's bounds."""
+        with span("parity_probe"):
+            draws = self._prompts.peek(_PROBE_PROMPTS)
+            sampling = self._sampling.limited_to(_PROBE_TOKENS)
+            stream = self._roles.pool.stream(draws, 1, sampling, purpose="probe")
+            trajectories = [t async for group in stream for t in group.trajectories]
+            columns = await self._roles.columns(trajectories)
+            parity = compare_logprobs(columns, merge(await self._roles.logprobs(trajectories)))
+        parity.check(self._config.model.dtype)
+        return parity
+
+    async def _evaluate(self, step: int) -> None:
+        """Evaluate the weights of `step` on the held-out problems, when it is due."""
+        if self._evaluator.due(step):
+            with span("evaluate", step):
+                metrics = await self._evaluator.evaluate(step)
+            self._journal.evaluation(step, metrics)

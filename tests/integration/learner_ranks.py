@@ -1,0 +1,213 @@
+"""One rank of a learner in a process of its own: runs every check of `test_learner.py` and leaves the findings.
+
+The checks share the process because starting it (torch, DeepSpeed, the process group) costs more than they do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf.batching import LearnerSample
+from rlhf.config.schema import Config
+from rlhf.learners.policy import PolicyLearner
+from rlhf.learners.ranks import LearnerError
+from rlhf.learners.update import PolicyUpdate, _meter
+from rlhf.trajectories import Columns
+
+VOCABULARY = 104
+
+
+def make_config(model: Path | str, dtype: str = "float32", **overrides: dict[str, Any]) -> Config:
+    """A configuration for the model in that folder; `overrides` go into its sections."""
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"path": str(model), "dtype": dtype},
+        "data": {"prompts": {"source": "jsonl", "path": "unused.jsonl"}, "max_prompt_tokens": 24},
+        "rollout": {"max_new_tokens": 16, "samples_per_prompt": 4, "prompts_per_step": 2},
+        "reward": {"functions": [{"name": "length"}]},
+        "policy": {"max_tokens_per_microbatch": 4096, "learning_rate": 1e-3},
+        "placement": {"deadline_s": 60},
+        # One thread a process: three of them share the machine's cores.
+        "run": {"deterministic": True},
+    }
+    for section, values in overrides.items():
+        sections[section] = {**sections.get(section, {}), **values}
+    return Config.model_validate(sections)
+
+
+def make_sample(index: int, prompt: list[int], response: list[int], advantage: float) -> LearnerSample:
+    """A sample whose engine log-probs are made up; four to a group."""
+    columns = Columns.from_completion(tuple(prompt), response, [-1.0] * len(response), 0)
+    total = len(prompt) + len(response)
+    return LearnerSample(f"{index // 4}-{index % 4}", index // 4, total, len(prompt), advantage, columns)
+
+
+def make_samples(seed: int = 0, count: int = 8) -> list[LearnerSample]:
+    """Samples of different lengths."""
+    generator = np.random.default_rng(seed)
+    samples = []
+    for index in range(count):
+        prompt, response = int(generator.integers(3, 12)), int(generator.integers(1, 16))
+        ids = generator.integers(4, VOCABULARY, prompt + response).tolist()
+        samples.append(make_sample(index, ids[:prompt], ids[prompt:], float(generator.normal())))
+    return samples
+
+
+class Rank:
+    """A learner and what the checks do with it."""
+
+    def __init__(self, arguments: argparse.Namespace, config: Config) -> None:
+        self.config = config
+        self.learner = PolicyLearner(config, arguments.rank, arguments.world, "cpu")
+        self.learner.setup(("127.0.0.1", arguments.port))
+
+    def configure(self, **overrides: dict[str, Any]) -> None:
+        """Change settings that the update loop reads, under the same engine."""
+        sections = self.config.model_dump()
+        for section, values in overrides.items():
+            sections[section].update(values)
+        config = Config.model_validate(sections)
+        self.learner._update = PolicyUpdate(config, self.learner._zero, self.learner._ranks)
+
+    def gradients(self, samples: list[LearnerSample]) -> dict[str, torch.Tensor]:
+        """Loss and unclipped gradients of one optimizer step, whole on every rank; they are discarded again."""
+        from deepspeed.utils import safe_get_full_grad
+
+        update = self.learner._update
+        shard = update.shard(samples, 1)
+        (minibatch,) = shard.layout.minibatches
+        loss = update.accumulate(minibatch, shard, _meter(samples))
+        found = {"loss": torch.tensor(self.learner._ranks.sum([loss]))}
+        for name, parameter in self.learner.module.named_parameters():
+            found[name] = safe_get_full_grad(parameter).clone()
+        self.learner._zero.discard_gradients()
+        return found
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """All weights, whole on every rank."""
+        found = {}
+        for name, parameter in self.learner.named_parameters_for_sync():
+            with self.learner.gather([parameter]):
+                found[name] = parameter.detach().clone()
+        return found
+
+    def failure(self, samples: list[LearnerSample]) -> str:
+        """The message with which an update of these samples fails."""
+        try:
+            self.learner.update(1, samples)
+        except LearnerError as error:
+            return str(error)
+        return "no failure"
+
+
+def check_stage(arguments: argparse.Namespace, dtype: str, stage: int) -> dict[str, Any]:
+    """Everything that is checked at each ZeRO stage in each dtype, on one learner, in an order that matters."""
+    found: dict[str, Any] = {}
+    model = Path(arguments.models) / "untied"
+    rank = Rank(arguments, make_config(model, dtype, policy={"zero_stage": stage}))
+    samples = make_samples()
+    found["start"] = rank.weights()
+
+    for layout, tokens in (("1x8", 4096), ("middle", 60), ("8x1", 1)):
+        rank.configure(policy={"max_tokens_per_microbatch": tokens})
+        found[f"gradients {layout}"] = rank.gradients(samples)
+    found["gradients of one sample"] = rank.gradients(samples[:1])
+    rank.configure()
+    rank.learner.dry_run()
+    found["gradients after dry run"] = rank.gradients(samples)
+    for aggregation in ("token_mean", "sequence_mean_token_mean"):
+        rank.configure(algorithm={"aggregation": aggregation}, policy={"max_tokens_per_microbatch": arguments.world})
+        pair = [make_sample(0, [5, 76, 5], [84], 1.0), make_sample(1, [5, 76], [84, 7, 2], -1.0)]
+        found[f"loss of one and three tokens, {aggregation}"] = float(rank.gradients(pair)["loss"])
+    rank.configure()
+    found["logprobs"] = rank.learner.logprobs(samples)
+
+    # None of these may move a weight.
+    last = arguments.rank == arguments.world - 1
+    broken = [replace(s, total_tokens=s.total_tokens + 1) for s in samples] if last else samples
+    found["one rank fails"] = rank.failure(broken)
+    found["NaN advantage"] = rank.failure([*samples[:2], replace(samples[2], advantage=float("nan")), *samples[3:]])
+    found["gradient overflows"] = rank.failure([replace(s, advantage=3e38) for s in samples])
+    rank.learner.update(1, [replace(s, advantage=0.0) for s in samples])
+    rank.configure(policy={"learning_rate": 0.0, "epochs": 2, "minibatches": 2})
+    found["metrics at rate 0"] = rank.learner.update(1, samples).metrics
+    found["unmoved"] = rank.weights()
+    return found
+
+
+def check_training(arguments: argparse.Namespace, model: str, dtype: str, stage: int) -> dict[str, Any]:
+    """Three updates and an export."""
+    rank = Rank(arguments, make_config(Path(arguments.models) / model, dtype, policy={"zero_stage": stage}))
+    found: dict[str, Any] = {"metrics": [], "names": [name for name, _ in rank.learner.named_parameters_for_sync()]}
+    for step in (1, 2, 3):
+        result = rank.learner.update(step, make_samples(step))
+        found["metrics"].append(result.metrics)
+        found["spans"] = [s.name for s in result.spans]
+    found["weights"] = rank.weights()
+    rank.learner.export(Path(arguments.out) / f"export-{arguments.world}-{model}-{dtype}-{stage}")
+    return found
+
+
+def check_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What does not depend on the stage: dropout, temperature, parity, minibatches, reference KL."""
+    found: dict[str, Any] = {}
+    samples = make_samples()
+    rank = Rank(arguments, make_config(Path(arguments.models) / "dropout", rollout={"sampling": {"temperature": 0.5}}))
+    first, second = rank.learner.logprobs(samples), rank.learner.logprobs(samples)
+    found["log-probs twice"] = (first, second)
+    rank.configure(policy={"learning_rate": 0.0, "epochs": 2, "minibatches": 2})
+    found["dropout"] = rank.learner.update(1, samples).metrics
+
+    def with_engine(logprobs: dict[str, Any], shift: int) -> list[LearnerSample]:
+        changed = []
+        for sample in samples:
+            assert isinstance(sample.columns, Columns)
+            values = sample.columns.logprobs.copy()
+            values[sample.prompt_tokens :] = np.roll(logprobs[sample.sample_id][sample.prompt_tokens :], shift)
+            changed.append(replace(sample, columns=replace(sample.columns, logprobs=values)))
+        return changed
+
+    shares: list[Any] = [None] * arguments.world
+    torch.distributed.all_gather_object(shares, first)
+    everyones = {sample_id: values for share in shares for sample_id, values in share.items()}
+    found["parity"] = rank.learner.update(1, with_engine(everyones, 0)).metrics
+    found["parity, shifted by one"] = rank.learner.update(1, with_engine(everyones, 1)).metrics
+    rank.configure(policy={"learning_rate": 0.0}, algorithm={"kl": {"where": "loss", "coefficient": 2.0}})
+    scored = {sample_id: values - 0.5 for sample_id, values in everyones.items()}
+    found["kl"] = rank.learner.update(1, [replace(s, reference=scored, advantage=0.0) for s in samples]).metrics
+    poisoned = {sample_id: np.full_like(values, np.nan) for sample_id, values in everyones.items()}
+    rank.configure(policy={"learning_rate": 0.0}, algorithm={"kl": {"where": "loss", "coefficient": 0.0}})
+    found["NaN reference, coefficient 0"] = rank.learner.update(
+        1, [replace(s, reference=poisoned) for s in samples]
+    ).metrics
+    found["no reference"] = rank.learner.update(1, samples).metrics
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--world", type=int)
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--models")
+    parser.add_argument("--out")
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {}
+    for stage in (1, 2, 3):
+        for dtype in ("float32", "bfloat16"):
+            found[f"stage {stage} {dtype}"] = check_stage(arguments, dtype, stage)
+        for model, dtype in (("untied", "float32"), ("tied", "float32"), ("tied", "bfloat16")):
+            found[f"training {stage} {model} {dtype}"] = check_training(arguments, model, dtype, stage)
+    found["settings"] = check_settings(arguments)
+    torch.save(found, Path(arguments.out) / f"found-{arguments.world}-{arguments.rank}.pt")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    main()

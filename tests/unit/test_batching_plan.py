@@ -1,0 +1,104 @@
+"""One test for each invariant that `rlhf.batching.plan` states."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf.batching import Plan, SampleLength, plan
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[SampleLength], int, int, int]:
+    groups = draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=0, max_size=8))
+    samples = [
+        SampleLength(f"{group}-{index}", group, tokens)
+        for group, members in enumerate(groups)
+        for index, tokens in enumerate(members)
+    ]
+    return samples, draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 100))
+
+
+def made(batch: tuple[list[SampleLength], int, int, int]) -> Plan:
+    samples, ranks, minibatches, max_tokens = batch
+    return plan(samples, ranks, minibatches, max_tokens)
+
+
+@given(batches())
+def test_every_sample_is_in_exactly_one_micro_batch(batch: tuple[list[SampleLength], int, int, int]) -> None:
+    placed = [i for minibatch in made(batch).minibatches for i in minibatch.sample_ids]
+    assert sorted(placed) == sorted(sample.sample_id for sample in batch[0])
+
+
+@given(batches())
+def test_groups_stay_together_unless_there_are_too_few(batch: tuple[list[SampleLength], int, int, int]) -> None:
+    samples, _, minibatches, _ = batch
+    groups = {sample.group_id for sample in samples}
+    if len(groups) >= minibatches:
+        homes: dict[str, set[int]] = {}
+        for index, minibatch in enumerate(made(batch).minibatches):
+            for sample_id in minibatch.sample_ids:
+                homes.setdefault(sample_id.split("-")[0], set()).add(index)
+        assert all(len(home) == 1 for home in homes.values())
+
+
+@given(batches())
+def test_all_ranks_have_equally_many_micro_batches(batch: tuple[list[SampleLength], int, int, int]) -> None:
+    for minibatch in made(batch).minibatches:
+        assert len(minibatch.ranks) == batch[1]
+        assert len({len(micro_batches) for micro_batches in minibatch.ranks}) == 1
+
+
+@given(batches())
+def test_padded_size_is_within_the_budget_or_one_long_sample(batch: tuple[list[SampleLength], int, int, int]) -> None:
+    for minibatch in made(batch).minibatches:
+        for micro_batch in (m for rank in minibatch.ranks for m in rank):
+            rows = [sample.tokens for sample in micro_batch.samples]
+            assert micro_batch.padded_tokens == (len(rows) * max(rows) if rows else 0)
+            assert len(rows) <= 1 or micro_batch.padded_tokens <= batch[3]
+
+
+@given(batches())
+def test_loads_differ_by_at_most_the_longest_sample(batch: tuple[list[SampleLength], int, int, int]) -> None:
+    for minibatch in made(batch).minibatches:
+        members = [[s.tokens for m in rank for s in m.samples] for rank in minibatch.ranks]
+        loads = [sum(tokens) for tokens in members]
+        assert max(loads) - min(loads) <= max((t for tokens in members for t in tokens), default=0)
+
+
+@given(batches())
+def test_plan_is_the_same_on_every_rank(batch: tuple[list[SampleLength], int, int, int]) -> None:
+    assert made(batch) == made(batch)
+
+
+def test_micro_batches_are_filled_with_neighbours_in_length() -> None:
+    samples = [SampleLength(str(i), i, tokens) for i, tokens in enumerate([10, 2, 9, 1])]
+    (minibatch,) = plan(samples, 1, 1, 20).minibatches
+    # 2 x 10 = 20 fits, a third row would not; 2 x 2 fits.
+    assert [m.sample_ids for m in minibatch.ranks[0]] == [("0", "2"), ("1", "3")]
+
+
+def test_rank_without_samples_gets_empty_micro_batches() -> None:
+    (minibatch,) = plan([SampleLength("a", 0, 5)], 3, 1, 10).minibatches
+    assert [[m.sample_ids for m in rank] for rank in minibatch.ranks] == [[("a",)], [()], [()]]
+
+
+def test_fewer_samples_than_minibatches_give_fewer_minibatches() -> None:
+    assert len(plan([SampleLength("a", 0, 5), SampleLength("b", 0, 5)], 1, 4, 10).minibatches) == 2
+
+
+def test_equal_groups_are_dealt_evenly() -> None:
+    samples = [SampleLength(f"{g}-{i}", g, 5) for g in range(4) for i in range(3)]
+    assert [len(m.sample_ids) for m in plan(samples, 1, 2, 100).minibatches] == [6, 6]
+
+
+def test_a_sample_that_occurs_twice_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="sample a is in the batch twice"):
+        plan([SampleLength("a", 0, 5), SampleLength("a", 0, 5)], 1, 1, 10)
+
+
+@pytest.mark.parametrize(("ranks", "minibatches", "max_tokens"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_counts_below_one_are_refused(ranks: int, minibatches: int, max_tokens: int) -> None:
+    with pytest.raises(ValueError, match="has to be at least 1"):
+        plan([], ranks, minibatches, max_tokens)

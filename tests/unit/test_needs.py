@@ -1,0 +1,262 @@
+"""Needs and preflight: the arithmetic of devices and bytes, worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.cluster.needs import ModelShape, Needs, UnknownShape, needs, render_table, size
+from rlhf.cluster.preflight import Node, Refused, Resources, preflight, resolve_device
+from rlhf.config import Config, config_from_dict
+
+GIB = 1 << 30
+
+# hidden 8, 2 layers, 4 heads of 2, 2 KV heads, MLP 16, vocabulary 10, tied.
+# One layer: q 8x8 + k, v 2 x 8x4 + o 8x8 = 192; MLP 3 x 8x16 = 384; two norms 16: 592.
+# Model: 2 x 592 + embedding 10x8 + last norm 8 = 1272.
+SMALL = ModelShape(layers=2, hidden=8, intermediate=16, heads=4, kv_heads=2, head_dim=2, vocab=10, tied=True)
+
+SMOLLM2 = {
+    "model_type": "llama",
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+
+
+def config(**sections: Any) -> Config:
+    base: dict[str, Any] = {
+        "data": {"prompts": {"source": "reasoning_gym", "task": "chain_sum"}, "max_prompt_tokens": 6},
+        "reward": {"functions": [{"name": "reasoning_gym"}], "workers": 3},
+        "model": {"dtype": "bfloat16"},
+        "rollout": {"max_new_tokens": 4, "kv_cache_bytes": 4096},
+        "policy": {"max_tokens_per_microbatch": 32},
+        "weights": {"bucket_bytes": 1000},
+    }
+    for name, section in sections.items():
+        base[name] = {**base.get(name, {}), **section}
+    return config_from_dict(base, check_files=False)
+
+
+def test_parameters_of_smollm2_are_counted_from_its_config() -> None:
+    # Layer: 2 x 576^2 + 2 x 576x192 + 3 x 576x1536 + 2 x 576 = 3,540,096; 30 of them 106,202,880;
+    # embedding 49152 x 576 = 28,311,552; last norm 576: 134,515,008, which is what the checkpoint holds.
+    assert ModelShape.from_config(SMOLLM2, "config.json").parameters == 134_515_008
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_agree_with_transformers(architecture: str, tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    made = transformers.AutoConfig.for_model(
+        architecture,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=50,
+        tie_word_embeddings=tied,
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(made)
+    shape = ModelShape.from_config(made.to_dict(), "config.json")
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_folder_without_config_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnknownShape, match=r"config\.json: no such file.*model\.path"):
+        ModelShape.from_path(tmp_path)
+
+
+def test_a_config_without_sizes_names_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMOLLM2, "hidden_size": None}))
+    with pytest.raises(UnknownShape, match="hidden_size"):
+        ModelShape.from_path(tmp_path)
+
+
+def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnknownShape, match="no such folder"):
+        ModelShape.from_path(tmp_path / "models" / "missing")
+
+
+def test_a_mixture_of_experts_is_refused() -> None:
+    with pytest.raises(UnknownShape, match="num_local_experts = 8"):
+        ModelShape.from_config({**SMOLLM2, "num_local_experts": 8}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "optimizer"),
+    [
+        # 1272 parameters on 2 ranks: bfloat16 weights 2544, float32 gradients 5088, masters and moments 15264.
+        (1, 2544, 5088, 7632),
+        (2, 2544, 2544, 7632),
+        (3, 1272, 2544, 7632),
+    ],
+)
+def test_zero_stages_shard_optimizer_then_gradients_then_weights(
+    stage: int, weights: int, gradients: int, optimizer: int
+) -> None:
+    pool = needs(config(policy={"ranks": 2, "zero_stage": stage}), SMALL).pool("policy")
+    assert pool is not None
+    assert (pool.bytes.weights, pool.bytes.gradients, pool.bytes.optimizer) == (weights, gradients, optimizer)
+
+
+def test_policy_activations_follow_the_formula() -> None:
+    # A layer and token: norms 2 x (4 + 2) x 8 = 96; 2 x (2 x 8 + 3 x 8 + 3 x 4 + 4 x 16) = 232; together 328.
+    # 32 tokens, 2 layers: 20992. Logits: 3 float32 arrays of 32 x 10: 3840. Head gradient: 4 x 80 = 320.
+    pool = needs(config(), SMALL).pool("policy")
+    assert pool is not None
+    assert pool.bytes.activations == 20992 + 3840 + 320
+
+
+def test_a_sequence_longer_than_the_cap_sets_the_activations() -> None:
+    long = needs(config(data={"max_prompt_tokens": 60}), SMALL).pool("policy")
+    capped = needs(config(policy={"max_tokens_per_microbatch": 64}), SMALL).pool("policy")
+    assert long is not None and capped is not None
+    assert long.bytes.activations == capped.bytes.activations
+
+
+def test_zero_3_gathers_a_layer_beside_the_bucket() -> None:
+    # The bucket of 1000 bytes is larger than the embedding (160 bytes); a layer of 592 parameters is 1184 bytes.
+    pool = needs(config(policy={"zero_stage": 3}), SMALL).pool("policy")
+    assert pool is not None
+    assert pool.bytes.sync_buckets == 1000 + 1184
+
+
+def test_tensor_parallel_divides_weights_and_takes_a_device_each() -> None:
+    pool = needs(config(rollout={"engines": 3, "tensor_parallel": 2}), SMALL).pool("rollout")
+    assert pool is not None
+    assert (pool.units, pool.devices_per_unit, pool.devices) == (3, 2, 6)
+    assert pool.bytes.weights == 1272
+    assert pool.bytes.kv_cache == 4096
+
+
+def test_a_gpu_engine_needs_at_least_the_longest_sequence_in_its_cache() -> None:
+    # 2 (key, value) x 2 layers x 2 KV heads x 2 x 2 bytes = 32 bytes a token; 6 + 4 tokens.
+    pool = needs(config(), SMALL, "cuda").pool("rollout")
+    assert pool is not None
+    assert pool.bytes.kv_cache == 320
+
+
+def test_no_reference_pool_without_kl() -> None:
+    assert needs(config(), SMALL).pool("reference") is None
+    with_kl = needs(config(algorithm={"kl": {"where": "loss", "coefficient": 0.1}}), SMALL)
+    reference = with_kl.pool("reference")
+    assert reference is not None
+    assert (reference.bytes.weights, reference.bytes.optimizer) == (2544, 0)
+
+
+def test_reward_workers_take_no_devices() -> None:
+    needed = needs(config(policy={"ranks": 2}, rollout={"engines": 2}), SMALL)
+    reward = needed.pool("reward")
+    assert reward is not None
+    assert (reward.units, reward.devices) == (3, 0)
+    assert needed.devices == 4
+
+
+@pytest.mark.parametrize(("parallel", "fine"), [(1, True), (3, True), (9, True), (2, False), (4, False), (5, False)])
+def test_tensor_parallel_must_divide_heads_and_kv_heads(parallel: int, fine: bool) -> None:
+    # SmolLM2 has 9 heads and 3 KV heads; on 9 devices each KV head is there three times.
+    shape = ModelShape.from_config(SMOLLM2, "config.json")
+    big = config(rollout={"tensor_parallel": parallel, "kv_cache_bytes": GIB})
+    problems = needs(big, shape).problems
+    assert (problems == ()) is fine
+    if not fine:
+        assert f"rollout.tensor_parallel = {parallel}" in problems[0]
+        assert "Use one of 1, 3, 9" in problems[0]
+
+
+def test_a_kv_cache_too_small_for_one_sequence_is_a_problem() -> None:
+    (problem,) = needs(config(rollout={"kv_cache_bytes": 319}), SMALL).problems
+    assert "32 x 10 = 320 bytes" in problem
+
+
+def _needs(**sections: Any) -> Needs:
+    return needs(config(**sections), SMALL)
+
+
+def test_too_few_slots_are_refused_with_the_numbers_of_each_pool() -> None:
+    with pytest.raises(Refused) as refused:
+        preflight(_needs(policy={"ranks": 2}, rollout={"engines": 2}), Resources((Node(2, 0, GIB),)))
+    message = str(refused.value)
+    assert "needs 4 CPU slots, cluster has 2" in message
+    assert "policy needs 2 x 1 = 2 CPU slots" in message
+    assert "rollout needs 2 x 1 = 2 CPU slots" in message
+    assert "Lower policy.ranks, rollout.engines, or give the cluster 2 more" in message
+
+
+def test_a_cluster_of_our_own_gets_the_slots_it_needs() -> None:
+    preflight(_needs(policy={"ranks": 8}), Resources((Node(2, 0, GIB),), elastic=True))
+
+
+def test_an_engine_larger_than_any_node_is_refused() -> None:
+    nodes = (Node(3, 0, GIB), Node(3, 0, GIB))
+    with pytest.raises(Refused, match="one unit needs 4 CPU slots on one node, the largest node has 3"):
+        preflight(_needs(rollout={"tensor_parallel": 4}), Resources(nodes))
+
+
+def test_too_little_memory_is_refused_with_the_terms() -> None:
+    with pytest.raises(Refused, match=r"policy needs 1 x .* \(weights 2\.5 KiB \+ gradients 5\.0 KiB \+ optimizer"):
+        preflight(_needs(), Resources((Node(8, 0, 4096),)))
+
+
+def test_too_small_a_gpu_is_refused_for_the_pool_that_does_not_fit() -> None:
+    needed = needs(config(policy={"max_tokens_per_microbatch": 3200}), SMALL, "cuda")
+    policy, rollout = needed.pool("policy"), needed.pool("rollout")
+    assert policy is not None and rollout is not None and policy.bytes.total > rollout.bytes.total
+    with pytest.raises(Refused) as refused:
+        preflight(needed, Resources((Node(8, 8, GIB),), gpu_bytes=policy.bytes.total - 1))
+    assert "policy needs" in str(refused.value)
+    assert "rollout needs" not in str(refused.value)
+
+
+def test_an_engine_may_use_only_its_share_of_a_gpu() -> None:
+    needed = needs(config(), SMALL, "cuda")
+    rollout = needed.pool("rollout")
+    assert rollout is not None
+    fits = Resources((Node(8, 8, GIB),), gpu_bytes=rollout.bytes.total * 2)
+    preflight(needed, fits, gpu_memory_utilization=0.5)
+    with pytest.raises(Refused, match=r"rollout needs .* a GPU has .* \(0\.4 of "):
+        preflight(needed, fits, gpu_memory_utilization=0.4)
+
+
+def test_auto_takes_gpus_where_there_are_any() -> None:
+    assert resolve_device("auto", Resources((Node(8, 1, GIB),))) == "cuda"
+    assert resolve_device("auto", Resources((Node(8, 0, GIB),))) == "cpu"
+    assert resolve_device("cpu", Resources((Node(8, 1, GIB),))) == "cpu"
+
+
+def test_cuda_without_a_gpu_is_refused() -> None:
+    with pytest.raises(Refused, match=r"placement\.device = cuda: the cluster has no GPU"):
+        resolve_device("cuda", Resources((Node(8, 0, GIB),)))
+
+
+def test_the_table_has_a_row_a_pool_and_the_total() -> None:
+    lines = render_table(_needs(policy={"ranks": 2}), "2 CPUs").splitlines()
+    assert [line.split()[0] for line in lines] == ["pool", lines[1], "policy", "rollout", "reward", "all", "available:"]
+    assert lines[5].split()[1] == "3"
+    assert len({len(line) for line in lines[2:6]}) == 1
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "-"), (12, "12 B"), (1536, "1.5 KiB"), (3 * GIB, "3.0 GiB")])
+def test_sizes_are_written_for_people(count: int, text: str) -> None:
+    assert size(count) == text
+
+
+def test_needs_import_neither_ray_nor_torch() -> None:
+    code = (
+        "import sys, rlhf.cluster.needs, rlhf.cluster.preflight, rlhf.cluster.process\n"
+        "sys.exit(bool({'ray', 'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
