@@ -47,6 +47,12 @@ CATALOGUE: tuple[Metric, ...] = (
         "mean over the step's samples to which this function gave a number",
     ),
     Metric(
+        "reward/<function>/<metric>",
+        "as reported",
+        "A figure that a reward function reports beside its score.",
+        "mean over the samples for which it was reported",
+    ),
+    Metric(
         "reward/errors",
         "samples",
         "Samples whose reward failed, whatever `reward.on_error` made of them.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ class TrainingBatch:
     filtered: int
     errors: int
     first_error: str | None
+    figures: Mapping[str, float]
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -29,8 +30,8 @@ class TrainingBatch:
         return [trajectory for group in self.groups for trajectory in group.trajectories]
 
     def metrics(self) -> dict[str, float]:
-        """`reward/errors`: samples whose reward failed, whatever `reward.on_error` made of them."""
-        return {"reward/errors": float(self.errors)}
+        """`reward/errors`: samples whose reward failed, whatever `reward.on_error` made of them; and `figures`."""
+        return {"reward/errors": float(self.errors), **self.figures}
 
 
 def assemble(scored: Sequence[ScoredGroup]) -> TrainingBatch:
@@ -57,7 +58,18 @@ def assemble(scored: Sequence[ScoredGroup]) -> TrainingBatch:
         groups.append(replace(entry.group, trajectories=tuple(trajectories)))
         samples += [learner_sample(t, entry.reference) for t in trajectories if t.advantage is not None]
     messages = [message for entry in scored for message in entry.errors.values()]
-    return TrainingBatch(samples, groups, failed, filtered, len(messages), messages[0] if messages else None)
+    first = messages[0] if messages else None
+    return TrainingBatch(samples, groups, failed, filtered, len(messages), first, mean_figures(scored))
+
+
+def mean_figures(scored: Sequence[ScoredGroup]) -> dict[str, float]:
+    """`reward/<function>/<metric>`: the mean over the samples for which the function reported it."""
+    values: dict[str, list[float]] = {}
+    for entry in scored:
+        for figures in entry.figures:
+            for name, value in figures.items():
+                values.setdefault(f"reward/{name}", []).append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def learner_sample(trajectory: Trajectory, reference: Any | None = None) -> LearnerSample:

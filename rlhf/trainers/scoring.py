@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 class ScoredGroup:
     """A group whose trajectories have rewards (None where it failed), and where its reference log-probs are.
 
-    `errors` has the message of each failed sample, by sample id.
+    `errors` has the message of each failed sample, by sample id; `figures` what reward functions report beside their
+    scores, `<function>/<metric>` by sample.
     """
 
     group: Group
     reference: Any | None
     errors: Mapping[str, str]
+    figures: Sequence[Mapping[str, float]]
 
 
 async def score_group(roles: Roles, group: Group, step: int, *, reference: bool = True) -> ScoredGroup:
@@ -39,7 +41,7 @@ async def score_group(roles: Roles, group: Group, step: int, *, reference: bool 
         for trajectory, score in zip(group.trajectories, scores, strict=True)
         if score.error is not None
     }
-    return ScoredGroup(replace(group, trajectories=trajectories), columns, errors)
+    return ScoredGroup(replace(group, trajectories=trajectories), columns, errors, [score.metrics for score in scores])
 
 
 async def _nothing() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ LEFT_S = 60.0
 
 
 def tiny_config(model: Path, runs: Path, name: str) -> dict[str, Any]:
-    """A run of two steps on the tiny model whose reward (a target length) always differs within a group."""
+    """A run of two steps on the tiny model, with a reward that differs between its samples."""
     return {
         "run": {"name": name, "dir": str(runs), "steps": 2},
         "model": {"path": str(model), "dtype": "float32"},
@@ -44,7 +43,7 @@ def tiny_config(model: Path, runs: Path, name: str) -> dict[str, Any]:
             "deadline_s": 300,
         },
         "policy": {"learning_rate": 1e-3, "max_tokens_per_microbatch": 512},
-        "reward": {"functions": [{"name": "length", "options": {"target": 6}}]},
+        "reward": {"functions": [{"name": f"{Path(__file__).with_name('rewards.py')}:digits"}]},
     }
 
 

@@ -1,0 +1,167 @@
+"""What the benchmarks share: what they ran on, child processes with a deadline, and how results are shown."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+MODEL = ROOT / "models" / "smollm2-135m-instruct"
+# What makes matrix products in bfloat16 fast on a CPU: times on machines with and without it don't compare.
+_BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
+# Runnable processes (one minute's mean) below which a machine counts as quiet.
+_QUIET_LOAD = 0.5
+_OUTPUT_LINES = 25
+_END_S = 90.0
+
+# A benchmark's output goes into files as often as to a terminal; there rich would fall back to 80 columns.
+console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+
+
+class BenchmarkError(Exception):
+    """A side of the benchmark failed; the message says which, and the last lines of what it said."""
+
+
+def threads() -> int:
+    """Threads that each side may use: the cores of this process."""
+    return len(os.sched_getaffinity(0))
+
+
+def environment() -> dict[str, str]:
+    """The environment of both sides: offline, quiet, and with the same number of threads."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads()),
+        "MKL_NUM_THREADS": str(threads()),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The machine, and how busy it is at this moment: ask before the first side starts."""
+    fields: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    return {
+        "cpu": fields.get("model name", platform.machine()),
+        "cores": threads(),
+        "bfloat16": [flag for flag in _BFLOAT16_FLAGS if flag in flags],
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """The installed versions of `packages`, those that are not installed left out."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def say_machine(where: Mapping[str, Any]) -> None:
+    """Say what the figures are from, and that they are worth little if something else is running."""
+    special = ", ".join(where["bfloat16"]) or "no bfloat16 instructions"
+    memory = where["memory_bytes"] / 2**30
+    console.print(f"{where['cpu']}, {where['cores']} cores ({special}), {memory:.0f} GiB, {where['system']}")
+    if where["load_before"] > _QUIET_LOAD:
+        console.print(
+            f"[yellow]The machine is not quiet: the load is {where['load_before']:.1f}. "
+            "Ratios may still hold, since the sides alternate; absolute times don't.[/yellow]"
+        )
+
+
+def run_child(command: Sequence[str], *, what: str, deadline_s: float) -> str:
+    """Run a command in its own process and return its stdout; raises `BenchmarkError` with what it said last."""
+    child = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    try:
+        out, err = child.communicate(timeout=deadline_s)
+    except BaseException as error:
+        out, err = _end(child)
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise BenchmarkError(f"{what}: not done after {deadline_s:g} s\n{_last_lines(out + err)}") from error
+        raise
+    if child.returncode != 0:
+        raise BenchmarkError(f"{what}: exit code {child.returncode}\n{_last_lines(out + err)}")
+    return out
+
+
+def _end(child: subprocess.Popen[str]) -> tuple[str, str]:
+    """Ask the child to end, which lets it end its own children; returns what it said."""
+    child.terminate()
+    try:
+        return child.communicate(timeout=_END_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.communicate()
+
+
+def _last_lines(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines()[-_OUTPUT_LINES:])
+
+
+def last_json(output: str, *, what: str) -> dict[str, Any]:
+    """The JSON object in the last line of a benchmark's output."""
+    lines = output.strip().splitlines()
+    try:
+        result = json.loads(lines[-1])
+    except (IndexError, json.JSONDecodeError) as error:
+        raise BenchmarkError(f"{what}: its last line is not JSON\n{_last_lines(output)}") from error
+    if not isinstance(result, dict):
+        raise BenchmarkError(f"{what}: its last line is not a JSON object\n{_last_lines(output)}")
+    return result
+
+
+def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table for people; all columns but the first are numbers."""
+    table = Table(title=title, title_justify="left")
+    for index, name in enumerate(header):
+        table.add_column(name, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same table as Markdown."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))
+
+
+def finish(figures: Mapping[str, Any], tables: Sequence[str]) -> None:
+    """Print what goes into docs/performance.md, and the JSON object as the last line."""
+    print("\nFor docs/performance.md:\n")
+    print("\n\n".join(tables))
+    print()
+    print(json.dumps(figures), flush=True)
