@@ -97,18 +97,26 @@ def _check_rewards(config: Config, file: str) -> None:
 
 
 def _dry_run(config: Config) -> int:
-    """Print the resolved configuration and the placement table, for what this machine has."""
+    """Print the resolved configuration and the placement table, and say what this machine would refuse."""
     from rlhf.cluster.needs import ModelShape, UnknownShape, needs, render_table
-    from rlhf.cluster.preflight import local_resources
+    from rlhf.cluster.preflight import Refused, local_resources, preflight, resolve_device
 
     try:
         shape = ModelShape.from_path(config.model.path)
     except UnknownShape as error:
         return _say(f"configuration refused: {error}", REFUSED)
     resources = local_resources()
-    on_gpus = config.placement.device == "cuda" or (config.placement.device == "auto" and resources.gpus > 0)
-    required = needs(config, shape, "cuda" if on_gpus else "cpu")
+    refusal = ""
+    try:
+        device = resolve_device(config.placement.device, resources)
+        preflight(needs(config, shape, device), resources, config.rollout.gpu_memory_utilization)
+    except Refused as error:
+        # Elsewhere it may fit: a dry run on a laptop can be for a cluster.
+        device, refusal = "cuda" if config.placement.device == "cuda" else "cpu", str(error)
+    required = needs(config, shape, device)
     sys.stdout.write(f"{dump_config(config)}\n{render_table(required, str(resources))}\n")
+    if refusal:
+        sys.stdout.write(f"\nOn this machine alone the run would be refused:\n{refusal}\n")
     return REFUSED if required.problems else DONE
 
 

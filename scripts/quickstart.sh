@@ -12,7 +12,7 @@ set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 bash "$ROOT/scripts/setup_env.sh"
-# The compiler's helper `ninja` lives there too.
+# `python` and every tool below are those of .venv.
 export PATH="$ROOT/.venv/bin:$PATH"
 
 own_model=true

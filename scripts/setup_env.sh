@@ -66,14 +66,14 @@ check_system() { # $1: the Python that .venv has or will be made with, possibly 
         fi
         include="$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')"
         if [[ ! -e "$include/Python.h" ]]; then
-            missing "Python.h of $python, DeepSpeed compiles against it" python3-dev
+            missing "Python.h of $python, torch's compiler builds kernels of vLLM against it" python3-dev
         fi
         if ! "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' >/dev/null 2>&1; then
             missing "libnuma.so.1, vLLM loads it" libnuma1
         fi
     fi
     if ! command -v g++ >/dev/null; then
-        missing "a C++ compiler, DeepSpeed builds its communication op with it" g++
+        missing "a C++ compiler, torch builds kernels of vLLM with it" g++
     fi
     if ((${#MISSING[@]})); then
         {

@@ -25,7 +25,7 @@ if ! "$FULL"; then
 fi
 
 bash "$ROOT/scripts/setup_env.sh"
-# The compiler's helper `ninja` lives there too.
+# `python` and every tool below are those of .venv.
 export PATH="$ROOT/.venv/bin:$PATH"
 cd "$ROOT"
 

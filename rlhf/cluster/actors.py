@@ -150,7 +150,6 @@ class ActorGroup:
         placement: Sequence[Slot] | None = None,
         env: Mapping[str, str] | None = None,
         log_dir: Path | None = None,
-        max_concurrency: int | None = None,
     ) -> ActorGroup:
         """Start `ranks` actors of the plain class, rank r constructed with `args_for_rank(r)`, one a slot.
 
@@ -167,7 +166,7 @@ class ActorGroup:
                 slot = placement[rank] if placement is not None else None
                 path = str((log_dir / f"{role}-{rank}.log").absolute()) if log_dir is not None else None
                 settings = HostSettings(role, rank, path)
-                group.handles.append(_spawn(plain, settings, slot, dict(env or {}), max_concurrency))
+                group.handles.append(_spawn(plain, settings, slot, dict(env or {})))
             hellos = [_control(handle, "rlhf_hello").remote() for handle in group.handles]
             identities = await wait_all(hellos, what=names, deadline_s=deadline_s)
             await group._enrol(identities)
@@ -216,21 +215,6 @@ class ActorGroup:
         each result is a tuple `(value, reference, ...)`.
         """
         references = self.refs(method, *args, num_returns=num_returns, **kwargs)
-        return await self._all(references, what, deadline_s, num_returns)
-
-    async def call_each(
-        self,
-        method: str,
-        args_by_rank: Sequence[tuple[Any, ...]],
-        *,
-        what: str,
-        deadline_s: float,
-        num_returns: int = 1,
-    ) -> list[Any]:
-        """Like `call`, with arguments of its own for each rank."""
-        if len(args_by_rank) != len(self):
-            raise ValueError(f"{what}: arguments for {len(args_by_rank)} ranks, but {self.role} has {len(self)}")
-        references = [self.ref(rank, method, *args, num_returns=num_returns) for rank, args in enumerate(args_by_rank)]
         return await self._all(references, what, deadline_s, num_returns)
 
     async def call_rank(
@@ -283,9 +267,7 @@ class ActorGroup:
         forget(self.members)
 
 
-def _spawn(
-    plain: type, settings: HostSettings, slot: Slot | None, env: dict[str, str], max_concurrency: int | None
-) -> Any:
+def _spawn(plain: type, settings: HostSettings, slot: Slot | None, env: dict[str, str]) -> Any:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -295,7 +277,7 @@ def _spawn(
     options: dict[str, Any] = {
         "num_cpus": slot.cpus if slot is not None else 0,
         "num_gpus": slot.gpus if slot is not None else 0,
-        "max_concurrency": max_concurrency or (_ASYNC_CONCURRENCY if is_async else 1),
+        "max_concurrency": _ASYNC_CONCURRENCY if is_async else 1,
         "max_restarts": 0,
     }
     if slot is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from rlhf.cluster.model_shape import ModelShape, UnknownShape
+from rlhf.config.catalogue import needs_reference
 from rlhf.config.schema import Config
 
 __all__ = ["DeviceBytes", "ModelShape", "Needs", "PoolNeeds", "UnknownShape", "needs", "render_table", "size"]
@@ -116,7 +117,7 @@ def needs(config: Config, shape: ModelShape, device: Device = "cpu") -> Needs:
     - reward: worker processes on the CPU, no devices.
     """
     pools = [_policy(config, shape)]
-    if config.algorithm.kl.where != "none":
+    if needs_reference(config):
         pools.append(_reference(config, shape))
     pools.append(_rollout(config, shape, device))
     pools.append(PoolNeeds("reward", config.reward.workers, 0, DeviceBytes()))

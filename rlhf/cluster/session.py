@@ -76,7 +76,7 @@ class Session:
     def close(self) -> None:
         """End every actor and process of ours, give back placement groups, and leave the cluster; may be repeated.
 
-        Synchronous and deaf to Ctrl-C, so that nothing can interrupt it; at most about 30 s, usually two.
+        Synchronous and deaf to Ctrl-C and SIGTERM, so that nothing can interrupt it; at most about 30 s, usually two.
         """
         import ray
 
@@ -216,8 +216,10 @@ def _without_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # SIGTERM too: Ray's handler and ours raise what no `except Exception` below would stop.
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)

@@ -1,14 +1,16 @@
 """Every wait has a deadline and names what it waits for (invariant 1).
 
-`wait` and `wait_all` are for the driver's event loop, `get` for synchronous code inside actors. Nothing else in the
-package calls `ray.get` or awaits a reference. A failure of an actor comes out as the exception that `explain` makes
-of it: the remote traceback when the actor raised, or its role, rank, pid and last log lines when it was killed.
+`wait`, `wait_all` and `first_failure` are for the driver's event loop, where a failure of an actor comes out as the
+exception that `explain` makes of it: the remote traceback when the actor raised, or its role, rank, pid and last log
+lines when it was killed. `get` is for synchronous code inside actors. Nothing else in the package calls `ray.get` or
+awaits a reference, but for the supervisor, which watches actors instead of waiting for them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -68,6 +70,16 @@ async def wait_all(
     finally:
         for task in tasks:
             task.cancel()
+
+
+@asynccontextmanager
+async def first_failure() -> AsyncIterator[asyncio.TaskGroup]:
+    """A `TaskGroup` that raises the first failure itself: its tasks end with the block, and a failure ends them all."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from group
 
 
 def get(references: Any, *, what: str, deadline_s: float) -> Any:

@@ -22,7 +22,6 @@ class AdvantageSpec:
 
     name: str
     min_group_size: int
-    needs_critic: bool = False
 
 
 ADVANTAGES = {spec.name: spec for spec in (AdvantageSpec("grpo", min_group_size=2),)}

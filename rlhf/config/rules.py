@@ -8,7 +8,7 @@ something that will not happen: nothing is switched or ignored in silence.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from rlhf.config.catalogue import ADVANTAGES, BUILT_IN_REWARDS, needs_reference
 from rlhf.config.problems import ABSENT, Problem
@@ -148,11 +148,18 @@ def every_update_has_samples(config: Config) -> Iterator[Problem]:
         )
 
 
-def settings_fit_the_device(config: Config) -> Iterator[Problem]:
-    """`placement.device: cpu` goes without nccl and GPU memory settings, `cuda` without `rollout.kv_cache_bytes`."""
-    device = config.placement.device
-    if device == "cpu" and config.weights.transport == "nccl":
+def transport_fits_the_device(config: Config) -> Iterator[Problem]:
+    """`weights.transport: nccl` needs GPUs."""
+    if config.placement.device == "cpu" and config.weights.transport == "nccl":
         yield _problem(config, "weights.transport", "nccl needs GPUs, and placement.device is cpu", "Use auto, or gloo")
+
+
+def memory_settings_fit_the_device(config: Config) -> Iterator[Problem]:
+    """`rollout.gpu_memory_utilization` is for `placement.device: cuda` and `rollout.kv_cache_bytes` for `cpu`.
+
+    With `auto` both may stand, so that one file serves both.
+    """
+    device = config.placement.device
     settable = {"cpu": "gpu_memory_utilization", "cuda": "kv_cache_bytes"}
     key = settable.get(device)
     if key is not None and key in config.rollout.model_fields_set and not _is_default(config.rollout, key):
@@ -237,13 +244,20 @@ RULES: tuple[Rule, ...] = (
     deterministic_is_possible,
     warmup_ends_before_the_run,
     every_update_has_samples,
-    settings_fit_the_device,
+    transport_fits_the_device,
+    memory_settings_fit_the_device,
     system_prompt_has_a_template,
     problem_options_stand_once,
     reward_functions_exist,
     reward_functions_fit_the_data,
     some_reward_trains,
 )
+
+
+def device_problems(config: Config, device: Literal["cpu", "cuda"]) -> list[Problem]:
+    """What doesn't go with the device that `placement.device: auto` has come to."""
+    resolved = config.model_copy(update={"placement": config.placement.model_copy(update={"device": device})})
+    return [*deterministic_is_possible(resolved), *transport_fits_the_device(resolved)]
 
 
 def _is_default(section: Any, key: str) -> bool:

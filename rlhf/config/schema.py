@@ -141,7 +141,9 @@ class RolloutConfig(Section):
     samples_per_prompt: PositiveInt = Field(default=8, description="Responses sampled for each prompt: the group size.")
     max_new_tokens: PositiveInt = Field(default=24, description="Longest response, in tokens.")
     deadline_s: PositiveFloat = Field(default=600, description="Deadline of one request, seconds.")
-    kv_cache_bytes: PositiveInt = Field(default=1 << 30, description="KV cache of each engine on CPU, bytes.")
+    kv_cache_bytes: PositiveInt = Field(
+        default=1 << 30, description="KV cache on each of an engine's devices, on CPU, bytes."
+    )
     gpu_memory_utilization: Fraction = Field(
         default=0.85, description="Share of a GPU's memory that an engine may use."
     )

@@ -63,7 +63,7 @@ class PolicyLearner(WeightSyncMixin):
             cores = len(os.sched_getaffinity(0))
             torch.set_num_threads(1 if deterministic else max(1, cores // self._world_size))
         torch.use_deterministic_algorithms(deterministic)
-        deadline_s = self._config.placement.deadline_s
+        deadline_s = self._config.policy.deadline_s
         with span("policy/setup"):
             join_process_group(self._rank, self._world_size, master, self._device, deadline_s)
             device = torch.device(self._device)

@@ -2,7 +2,7 @@
 
 Invariants
 - An engine serves only between a commit and the next begin of a sync; before the first commit it refuses.
-- A sync is begin, vLLM's four calls, commit or abort. After an abort the engine doesn't serve until a later commit.
+- A sync is begin, vLLM's four calls, commit. One that fails in between leaves the engine refusing until a later commit.
 - The order of a sync is pause, load, finish, reset of the prefix cache (checked), resume.
 - Log-probs are those of the distribution that was sampled from; every token carries the version that produced it.
 """
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf.rollout.plugin import ACTOR_PID_VARIABLE
-from rlhf.rollout.types import Completion, EngineSpec, GenerationRequest, Sampling
+from rlhf.rollout.types import SLOTS_PER_ENGINE, Completion, EngineSpec, GenerationRequest, Sampling
 from rlhf.tracking.spans import Span, SpanRecorder, now
 from rlhf.trajectories import Columns, FinishReason
 
@@ -59,7 +59,8 @@ class RolloutEngine:
 
     async def generate(self, request: GenerationRequest) -> tuple[Completion, Columns]:
         """Sample one response. Two return values, so that the header and the columns are separate objects."""
-        if self._version is None:
+        serving = self._version
+        if serving is None:
             raise NotServing(f"engine {self.spec.index} has no committed weights; it serves after a weight sync")
         self._enter()
         try:
@@ -69,14 +70,12 @@ class RolloutEngine:
         completion = output.outputs[0]
         ids = list(completion.token_ids)
         logprobs = [step[token].logprob for step, token in zip(completion.logprobs, ids, strict=True)]
-        versions = [0] * len(ids)
-        for span in completion.weight_versions:
-            versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
+        versions = token_versions(completion, len(ids))
         header = Completion(
             request_id=request.request_id,
             response_tokens=len(ids),
             finish_reason=_FINISH.get(completion.finish_reason, "aborted"),
-            weight_version=min(versions, default=self._version),
+            weight_version=min(versions, default=serving),
             engine=self.spec.index,
         )
         return header, Columns.from_completion(request.prompt_ids, ids, logprobs, versions)
@@ -106,8 +105,9 @@ class RolloutEngine:
 
     async def begin_sync(self) -> None:
         """Stop serving: what runs is finished first, what comes later is refused until the commit."""
-        await self._llm.pause_generation(mode="wait", clear_cache=True)
+        # First, so that a request which comes during the pause is refused and not held for the new weights.
         self._version = None
+        await self._llm.pause_generation(mode="wait", clear_cache=True)
         await self._llm.collective_rpc("abandon_weight_update")
 
     async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -174,6 +174,16 @@ class RolloutEngine:
             self._recorder.record("generate", start=self._busy_since)
 
 
+def token_versions(completion: Any, tokens: int) -> list[int]:
+    """The weight version of each sampled token, from vLLM's spans; raises when a token is in none."""
+    versions = [-1] * tokens
+    for span in completion.weight_versions or ():
+        versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
+    if -1 in versions:
+        raise RuntimeError(f"vLLM did not say which weights sampled token {versions.index(-1)} of a response")
+    return versions
+
+
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     """The arguments of vLLM's engine, each with its reason."""
     arguments: dict[str, Any] = {
@@ -181,6 +191,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "dtype": spec.dtype,
         "tensor_parallel_size": spec.tensor_parallel,
         "max_model_len": spec.max_model_len,
+        "max_num_seqs": SLOTS_PER_ENGINE,
         "load_format": "dummy" if spec.load_dummy_weights else "auto",
         # The distribution that was sampled from, temperature applied; vLLM's default is the raw one.
         "logprobs_mode": "processed_logprobs",

@@ -15,14 +15,10 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from rlhf.cluster.wait import wait, wait_all
+from rlhf.cluster.wait import wait
 from rlhf.rollout.router import Router
-from rlhf.rollout.types import Completion, GenerationRequest, Sampling, sample_seed
-from rlhf.tracking.spans import Span
+from rlhf.rollout.types import SLOTS_PER_ENGINE, Completion, GenerationRequest, Sampling, sample_seed
 from rlhf.trajectories import Group, PromptDraw, Trajectory
-
-# vLLM's default for the most sequences that one engine runs together.
-SLOTS_PER_ENGINE = 256
 
 
 class RolloutPool:
@@ -35,6 +31,8 @@ class RolloutPool:
         self._run_seed = run_seed
         self._deadline_s = deadline_s
         self._router = Router(len(self.engines), slots)
+        self._capacity = slots * len(self.engines)
+        self._waiting = 0
         self._slot_freed = asyncio.Condition()
 
     async def generate(self, request: GenerationRequest) -> tuple[Completion, Any]:
@@ -51,11 +49,23 @@ class RolloutPool:
                 self._slot_freed.notify()
 
     async def _acquire(self, request_id: str, tokens: int) -> int:
+        """Book the request with an engine, waiting for a slot where all are taken.
+
+        Every holder of a slot has a deadline, so a wave of as many requests as there are slots takes at most that; the
+        wait is as long as the waves before this request may take.
+        """
+        waves = 2 + self._waiting // self._capacity
+        what = f"rollout: a free engine slot for request {request_id}"
+        self._waiting += 1
+        try:
+            return await wait(self._free_slot(request_id, tokens), what=what, deadline_s=waves * self._deadline_s)
+        finally:
+            self._waiting -= 1
+
+    async def _free_slot(self, request_id: str, tokens: int) -> int:
         async with self._slot_freed:
             while (engine := self._router.acquire(request_id, tokens)) is None:
-                # A slot frees within the deadline of whatever holds it, so this wait is bounded too.
-                what = f"rollout: a free engine slot for request {request_id}"
-                await wait(self._slot_freed.wait(), what=what, deadline_s=self._deadline_s)
+                await self._slot_freed.wait()
         return engine
 
     async def stream(
@@ -84,7 +94,7 @@ class RolloutPool:
             request_id=f"{purpose}-{draw.draw_index}-{index}",
             prompt_ids=draw.prompt.token_ids,
             sampling=sampling,
-            seed=sample_seed(self._run_seed, draw.draw_index, index),
+            seed=sample_seed(self._run_seed, draw.draw_index, index, purpose),
         )
         completion, columns = await self.generate(request)
         return Trajectory(
@@ -98,9 +108,3 @@ class RolloutPool:
             engine=completion.engine,
             columns=columns,
         )
-
-    async def drain_spans(self) -> list[Span]:
-        """The engines' spans since the last call."""
-        calls = [engine.drain_spans.remote() for engine in self.engines]
-        drained = await wait_all(calls, what="rollout: drain spans", deadline_s=self._deadline_s)
-        return [span for spans in drained for span in spans]

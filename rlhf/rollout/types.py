@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from rlhf.config.schema import Config
 
 
+# The most sequences that one engine runs together; what comes beyond waits in the pool.
+SLOTS_PER_ENGINE = 256
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How to sample one response. Temperature 0 is greedy and only for evaluation."""
@@ -91,8 +95,12 @@ class EngineSpec:
         )
 
 
-def sample_seed(run_seed: int, draw_index: int, sample_index: int) -> int:
-    """Seed of one sample's stream: a function of these three alone, so a restarted engine never replays a stream."""
-    digest = hashlib.blake2b(f"{run_seed}/{draw_index}/{sample_index}".encode(), digest_size=8).digest()
+def sample_seed(run_seed: int, draw_index: int, sample_index: int, purpose: str = "train") -> int:
+    """Seed of one sample's stream: a function of these alone, so a restarted engine never replays a stream.
+
+    `purpose` keeps the streams of the probe and of evaluations apart from those of training.
+    """
+    key = f"{run_seed}/{draw_index}/{sample_index}" + ("" if purpose == "train" else f"/{purpose}")
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     # vLLM takes seeds below 2^63.
     return int.from_bytes(digest, "little") >> 1

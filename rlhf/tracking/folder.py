@@ -114,10 +114,6 @@ class RunFolder:
         """Folder of the samples, one Parquet file a step."""
         return self.path / "trajectories"
 
-    def trajectories_of(self, step: int) -> Path:
-        """The Parquet file of one step's samples."""
-        return self.trajectories / f"step-{step:06d}.parquet"
-
     @property
     def export(self) -> Path:
         """Folder of the trained model; whoever exports makes it."""
@@ -127,11 +123,6 @@ class RunFolder:
     def logs(self) -> Path:
         """Folder of the logs."""
         return self.path / "logs"
-
-    @property
-    def report(self) -> Path:
-        """The run report."""
-        return self.path / "report.html"
 
     @property
     def tensorboard(self) -> Path:

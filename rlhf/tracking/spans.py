@@ -81,11 +81,14 @@ class SpanRecorder:
             yield span_id
         finally:
             _parent.reset(token)
-            self.absorb([Span(name, self.role, step, start, now(), span_id, enclosing, f"{_HOST}:{os.getpid()}")])
+            self._add(name, step, start, span_id, enclosing)
 
     def record(self, name: str, start: float, step: int | None = None) -> None:
         """Record an interval that began at `start` (a value of `now()`) and ends now, where no block encloses it."""
-        self._spans.append(Span(name, self.role, step, start, now(), uuid.uuid4().hex[:16], _parent.get()))
+        self._add(name, step, start, uuid.uuid4().hex[:16], _parent.get())
+
+    def _add(self, name: str, step: int | None, start: float, span_id: str, parent: str | None) -> None:
+        self.absorb([Span(name, self.role, step, start, now(), span_id, parent, f"{_HOST}:{os.getpid()}")])
 
     def absorb(self, spans: Iterable[Span], step: int | None = None) -> None:
         """Take over spans that another process drained; those that don't know their step get `step`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,18 +35,25 @@ class TrainingBatch:
         return {"reward/errors": float(self.errors), **self.figures}
 
 
-def assemble(scored: Sequence[ScoredGroup]) -> TrainingBatch:
+class StaleSample(RuntimeError):
+    """A sample of a synchronous step was not produced by the weights that it is to train."""
+
+
+def assemble(scored: Sequence[ScoredGroup], *, weight_version: int) -> TrainingBatch:
     """Advantages from each group's rewards, in the order of the draws.
 
-    A sample without a reward is `failed`. A group with fewer than two rewards left has no baseline: what is left of it
-    is `filtered`.
+    A sample without a (finite) reward is `failed`. A group with fewer than two rewards left has no baseline: what is
+    left of it is `filtered`. Raises `StaleSample` when a sample is of another version than `weight_version`.
     """
     samples: list[LearnerSample] = []
     groups: list[Group] = []
     failed = filtered = 0
     for entry in sorted(scored, key=lambda s: s.group.group_id):
+        for t in entry.group.trajectories:
+            if t.weight_version != weight_version:
+                raise StaleSample(f"sample {t.sample_id} is of version {t.weight_version}, not {weight_version}")
         rewards = [t.reward for t in entry.group.trajectories]
-        missing = sum(r is None for r in rewards)
+        missing = sum(r is None or not math.isfinite(r) for r in rewards)
         failed += missing
         advantages = group_advantages(rewards)
         if advantages is None:

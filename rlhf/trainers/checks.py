@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rlhf.cluster.preflight import Refused
+from rlhf.config.rules import device_problems
 from rlhf.config.schema import Config, RunConfig
 from rlhf.rewards import check_functions, dump_functions
-from rlhf.tracking.folder import RunExists, RunFolder, RunFolderError
+from rlhf.tracking.folder import RunFolder, RunFolderError
+from rlhf.trainers.journal import Journal
 
 if TYPE_CHECKING:
     from rlhf.rewards.types import RewardFunction
@@ -19,8 +21,23 @@ def check_run_folder(run: RunConfig) -> None:
     """Refuse a run whose folder is taken, before anything is started."""
     try:
         RunFolder.check(run)
-    except (RunExists, RunFolderError) as error:
+    except RunFolderError as error:
         raise Refused(str(error)) from error
+
+
+def open_journal(config: Config) -> Journal:
+    """Claim the run folder; another process may have taken it since `check_run_folder`."""
+    try:
+        return Journal.open(config)
+    except RunFolderError as error:
+        raise Refused(str(error)) from error
+
+
+def check_device(config: Config, device: Literal["cpu", "cuda"]) -> None:
+    """Refuse settings that don't go with the device that `placement.device: auto` has come to."""
+    problems = list(device_problems(config, device))
+    if problems:
+        raise Refused(f"on {device}:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
 def check_rewards(config: Config, functions: Mapping[str, RewardFunction]) -> dict[str, bytes]:

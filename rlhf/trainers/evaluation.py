@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from rlhf.cluster.wait import first_failure
 from rlhf.config.schema import Config
 from rlhf.rollout.types import Sampling
 from rlhf.tracking.metrics import reward_metrics
@@ -41,10 +42,11 @@ class Evaluator:
         assert self._settings is not None
         sampling = self._sampling.at_temperature(self._settings.temperature)
         stream = self._roles.pool.stream(self._prompts.held_out(), 1, sampling, purpose=f"eval{step}")
-        scoring: list[asyncio.Task[ScoredGroup]] = []
-        async for group in stream:
-            scoring.append(asyncio.create_task(score_group(self._roles, group, step, reference=False)))
-        trajectories = [t for entry in await asyncio.gather(*scoring) for t in entry.group.trajectories]
+        scored: list[asyncio.Task[ScoredGroup]] = []
+        async with first_failure() as scoring:
+            async for group in stream:
+                scored.append(scoring.create_task(score_group(self._roles, group, step, reference=False)))
+        trajectories = [t for task in scored for t in task.result().group.trajectories]
         solved = sum(t.reward is not None and t.reward >= 1.0 for t in trajectories)
         return {
             **{f"eval/{name.replace('/', '_')}": value for name, value in reward_metrics(trajectories).items()},

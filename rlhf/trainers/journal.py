@@ -49,6 +49,10 @@ class Journal:
         self._metrics.write(step, line)
         self._trackers.log(line, step)
 
+    def spans(self, spans: Sequence[Span]) -> None:
+        """Write down spans that belong to no step."""
+        self._spans.write(spans)
+
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write down an evaluation of the weights after `step` optimizer steps."""
         self._evaluations.append({"step": step, **metrics})

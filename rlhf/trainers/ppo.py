@@ -7,6 +7,7 @@ brings the new weights to the engines. The driver reads headers only; token arra
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING
 
 from rlhf.cluster.model_shape import ModelShape
 from rlhf.cluster.session import open_session
+from rlhf.cluster.wait import first_failure
 from rlhf.config.schema import Config
 from rlhf.rollout.types import Sampling
 from rlhf.tracking.metrics import reward_metrics, rollout_metrics
 from rlhf.tracking.spans import now, recorder, span
 from rlhf.trainers.batch import TrainingBatch, assemble
-from rlhf.trainers.checks import check_rewards, check_run_folder
+from rlhf.trainers.checks import check_device, check_rewards, check_run_folder, open_journal
 from rlhf.trainers.evaluation import Evaluator
 from rlhf.trainers.journal import Journal
 from rlhf.trainers.parity import Parity, compare_logprobs, merge
@@ -71,10 +73,12 @@ class PPOTrainer:
         extra = check_rewards(config, self._reward_functions)
         notes: list[str] = []
         async with open_session(config, ModelShape.from_path(config.model.path), say=notes.append) as session:
-            with Journal.open(config) as journal:
+            check_device(config, session.needs.device)
+            # The session closes inside the journal too: trackers may take their time once no process is left.
+            with open_journal(config) as journal, contextlib.closing(session):
                 for note in [*notes, *prompts.notes()]:
                     journal.note(note)
-                async with start_roles(config, session, journal.folder, extra) as roles:
+                async with start_roles(config, session, journal.folder, extra, journal.note) as roles:
                     return await roles.guard(_Run(config, prompts, journal, roles).train())
 
 
@@ -96,57 +100,60 @@ class _Run:
         parity = await self._probe()
         self._journal.note(f"parity probe: {parity.max_abs:.2g} nats at most over {parity.tokens} tokens")
         await self._evaluate(step=0)
+        await self._write_spans()
         metrics: dict[str, float] = {}
         for step in range(1, self._config.run.steps + 1):
             with span("step", step):
                 metrics = await self._step(step)
             self._journal.step(step, metrics, recorder.drain())
             await self._evaluate(step)
+            await self._write_spans()
         await self._roles.export(self._journal.folder.export)
         return RunSummary(self._journal.folder.path, self._config.run.steps, metrics)
 
     async def _step(self, step: int) -> dict[str, float]:
         started = now()
-        with span("rollout", step):
-            scoring = await self._generate(step)
-            generated_s = now() - started
-        with span("score", step):
-            scored = await asyncio.gather(*scoring)
+        async with first_failure() as scoring:
+            with span("rollout", step):
+                tasks = await self._generate(step, scoring)
+                generated_s = now() - started
+            with span("score", step):
+                scored = [await task for task in tasks]
         with span("assemble", step):
             batch = self._assemble(step, scored)
         with span("update", step):
-            writing = asyncio.ensure_future(self._roles.record(step, batch.groups))
-            learned = await self._roles.update(step, batch.samples)
+            async with first_failure() as writing:
+                writing.create_task(self._roles.record(step, batch.groups))
+                learned = await self._roles.update(step, batch.samples)
             self._ledger.settle("trained", len(batch.samples))
-            await writing
         with span("sync", step):
             synced = await self._roles.sync(version=step)
         with span("account", step):
             self._ledger.check()
             recorder.absorb(await self._roles.drain_spans(), step)
         return {
+            **batch.metrics(),
             **reward_metrics(batch.trajectories),
             **rollout_metrics(batch.trajectories, generated_s),
             **learned,
             **synced.metrics(),
             **self._ledger.metrics(),
-            **batch.metrics(),
         }
 
-    async def _generate(self, step: int) -> list[asyncio.Task[ScoredGroup]]:
-        """Generate the step's groups; the scoring of each begins as soon as it is finished."""
+    async def _generate(self, step: int, scoring: asyncio.TaskGroup) -> list[asyncio.Task[ScoredGroup]]:
+        """Generate the step's groups; the scoring of each begins as soon as it is finished, in `scoring`."""
         rollout = self._config.rollout
         draws = self._prompts.train.draw(rollout.prompts_per_step)
         self._ledger.draw(len(draws) * rollout.samples_per_prompt)
-        scoring: list[asyncio.Task[ScoredGroup]] = []
+        tasks: list[asyncio.Task[ScoredGroup]] = []
         async for group in self._roles.pool.stream(draws, rollout.samples_per_prompt, self._sampling):
             self._ledger.buffer(len(group.trajectories))
-            scoring.append(asyncio.create_task(score_group(self._roles, group, step)))
-        return scoring
+            tasks.append(scoring.create_task(score_group(self._roles, group, step)))
+        return tasks
 
     def _assemble(self, step: int, scored: Sequence[ScoredGroup]) -> TrainingBatch:
         """Advantages for every group; samples that can't be trained on leave the ledger here."""
-        batch = assemble(scored)
+        batch = assemble(scored, weight_version=step - 1)
         self._ledger.settle("failed", batch.failed)
         self._ledger.settle("filtered", batch.filtered)
         if not batch.samples:
@@ -167,6 +174,11 @@ class _Run:
             parity = compare_logprobs(columns, merge(await self._roles.logprobs(trajectories)))
         parity.check(self._config.model.dtype)
         return parity
+
+    async def _write_spans(self) -> None:
+        """Write down what was recorded outside of steps, so that it is not taken for a part of the next one."""
+        recorder.absorb(await self._roles.drain_spans())
+        self._journal.spans(recorder.drain())
 
     async def _evaluate(self, step: int) -> None:
         """Evaluate the weights of `step` on the held-out problems, when it is due."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +19,7 @@ from rlhf.cluster.wait import wait_all
 from rlhf.config.schema import Config
 from rlhf.rollout.pool import RolloutPool
 from rlhf.tracking.folder import RunFolder
-from rlhf.tracking.spans import Span, recorder
+from rlhf.tracking.spans import Span, now, recorder
 from rlhf.trainers.batch import learner_sample
 from rlhf.trainers.blueprints import make_blueprints, transport
 from rlhf.trajectories import Columns, Group, Trajectory
@@ -34,12 +34,16 @@ T = TypeVar("T")
 # What has no setting of its own: short calls that only ask, and the writing of a Parquet file.
 _ASK_S = 60.0
 _WRITE_S = 300.0
+# A killed reward worker is replaced before the next call: imports of a user's module included.
+_REBOOT_S = 120.0
 
 
 class Roles:
     """The started roles of a run. Made by `start_roles`."""
 
-    def __init__(self, config: Config, session: Session, groups: Mapping[str, ActorGroup]) -> None:
+    def __init__(
+        self, config: Config, session: Session, groups: Mapping[str, ActorGroup], extra_functions: int
+    ) -> None:
         self._config = config
         self._session = session
         self._policy = groups["policy"]
@@ -48,6 +52,9 @@ class Roles:
         self._recorder = groups["recorder"]
         self._reference = groups.get("reference")
         self._next_reference = itertools.cycle(range(len(self._reference or ())))
+        self._reward_calls = len(config.reward.functions) + extra_functions
+        self._scoring = 0
+        self._referring = 0
         self._transport = transport(config, session.needs.device)
         self.pool = RolloutPool(self._rollout.handles, run_seed=config.run.seed, deadline_s=config.rollout.deadline_s)
 
@@ -90,19 +97,24 @@ class Roles:
         )
 
     async def score(self, group: Group, step: int) -> list[SampleScore]:
-        """Rewards of a group's samples, in their order."""
-        reward = self._config.reward
-        # All groups of a step may queue before this one; the functions' own deadlines are kept in the pool.
-        calls = self._config.rollout.prompts_per_step * len(reward.functions)
-        result = await self._reward.call_rank(
-            0,
-            "score",
-            group.draw.prompt,
-            group.trajectories,
-            step,
-            what=f"rewards of group {group.group_id}",
-            deadline_s=_ASK_S + calls * reward.timeout_s,
-        )
+        """Rewards of a group's samples, in their order.
+
+        The functions' own deadlines are kept in the pool; the one here is for all calls that queue before, each of
+        which may end with a killed worker.
+        """
+        self._scoring += 1
+        try:
+            result = await self._reward.call_rank(
+                0,
+                "score",
+                group.draw.prompt,
+                group.trajectories,
+                step,
+                what=f"rewards of group {group.group_id}",
+                deadline_s=_ASK_S + self._scoring * self._reward_calls * (self._config.reward.timeout_s + _REBOOT_S),
+            )
+        finally:
+            self._scoring -= 1
         recorder.absorb(result.spans, step)
         scores: list[SampleScore] = result.scores
         return scores
@@ -112,14 +124,19 @@ class Roles:
         if self._reference is None:
             return None
         samples = [learner_sample(trajectory) for trajectory in group.trajectories]
-        spans, columns = await self._reference.call_rank(
-            next(self._next_reference),
-            "score",
-            samples,
-            num_returns=2,
-            what=f"reference log-probs of group {group.group_id}",
-            deadline_s=self._config.reference.deadline_s,
-        )
+        self._referring += 1
+        try:
+            spans, columns = await self._reference.call_rank(
+                next(self._next_reference),
+                "score",
+                samples,
+                num_returns=2,
+                what=f"reference log-probs of group {group.group_id}",
+                # A replica takes one group at a time, so the groups before this one count as well.
+                deadline_s=self._referring * self._config.reference.deadline_s,
+            )
+        finally:
+            self._referring -= 1
         recorder.absorb(spans)
         return columns
 
@@ -162,11 +179,18 @@ class Roles:
 
 @asynccontextmanager
 async def start_roles(
-    config: Config, session: Session, folder: RunFolder, reward_functions: Mapping[str, bytes]
+    config: Config,
+    session: Session,
+    folder: RunFolder,
+    reward_functions: Mapping[str, bytes],
+    say: Callable[[str], None],
 ) -> AsyncIterator[Roles]:
     """Start every role of the run within `session`; a failure of any of them ends the others' start."""
+    started = now()
     await session.placement.reserve(session.needs, config.placement.deadline_s)
     blueprints = make_blueprints(config, session.needs.device, folder, reward_functions)
+    roles_started = ", ".join(f"{role} x{blueprint.ranks}" for role, blueprint in blueprints.items())
+    say(f"starting {roles_started}; their output goes to {folder.logs}")
     starts = [
         ActorGroup.create(
             role,
@@ -182,6 +206,7 @@ async def start_roles(
         for role, blueprint in blueprints.items()
     ]
     groups = dict(zip(blueprints, await asyncio.gather(*starts), strict=True))
-    roles = Roles(config, session, groups)
+    roles = Roles(config, session, groups, len(reward_functions))
     await roles.guard(roles.setup())
+    say(f"all roles are ready after {now() - started:.0f} s")
     yield roles

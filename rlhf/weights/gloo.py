@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Self
@@ -171,7 +172,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         # The workers block in the rendezvous until rank 0 is there, so both sides open it together.
         with _one_thread(lambda: self.client.init_weight_transfer_engine(wire)) as workers:
             self._group = GlooGroup(info.master_address, info.master_port, 0, info.world_size, info.timeout_s)
-            workers.result(timeout=info.timeout_s)
+            _result(workers, "the engines' rendezvous", info.timeout_s)
 
     def send_weights(self) -> None:
         """One sync: start, buckets, finish. Called on every rank of the policy; only the sender talks to engines."""
@@ -189,7 +190,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         self.client.start_weight_update()
         with _one_thread(lambda: self.client.update_weights(asdict(declared))) as receiving:
             self._broadcast(declared, receiving)
-            receiving.result(timeout=self._init_info.timeout_s)
+            _result(receiving, "loading by the engines", self._init_info.timeout_s)
         self.client.finish_weight_update()
 
     def _broadcast(self, declared: GlooUpdateInfo, receiving: Future[None]) -> None:
@@ -229,6 +230,16 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
     def shutdown(self) -> None:
         """Leave the group."""
         self._group = None
+
+
+def _result(call: Future[None], what: str, timeout_s: float) -> None:
+    """The call's outcome, awaited for at most `timeout_s` seconds."""
+    try:
+        call.result(timeout=timeout_s)
+    except FutureTimeout as error:
+        if call.done():
+            raise
+        raise SyncError(f"weight sync: {what} was not done within {timeout_s:g} s") from error
 
 
 class _one_thread:

@@ -3,7 +3,8 @@
 Invariants
 - Begin, transfer, compare, commit: no engine serves between its begin and its commit.
 - The commit comes after the receipts of every engine rank were found equal to the sender's.
-- When anything fails, no engine has committed, and none serves.
+- When anything fails before the first commit, no engine has committed, and none serves; a commit that fails ends the
+  run.
 """
 
 from __future__ import annotations

@@ -144,12 +144,13 @@ def last_json(output: str, *, what: str) -> dict[str, Any]:
 
 
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table for people; all columns but the first are numbers."""
-    table = Table(title=title, title_justify="left")
+    """Print a table for people; all columns but the first are numbers. Cells may be in bold as in Markdown."""
+    console.print(f"\n{title}")
+    table = Table()
     for index, name in enumerate(header):
         table.add_column(name, justify="right" if index else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(cell.replace("**", "") for cell in row))
     console.print(table)
 
 

@@ -3,10 +3,10 @@
     python scripts/benchmarks/rollout.py --rounds 7
 
 Ours is what a run has: a Ray actor with the engine, and `RolloutPool.stream` in the driver, which yields finished
-groups while token arrays stay in the object store. The other side is vLLM's `AsyncLLM` alone in a process of its own,
-with the same engine arguments, environment and sampling parameters, all requests submitted at once. Both load the
-checkpoint. There is no trainer here that could send weights, so our engine, which serves only after a commit, is
-brought there by a sync without a transfer.
+groups while token arrays stay in the object store. The other side, `bare_vllm.py`, is vLLM's `AsyncLLM` in a process
+of its own, with the same engine arguments, environment and sampling parameters, all requests submitted at once. Both
+load the checkpoint. There is no trainer here that could send weights, so our engine, which serves only after a
+commit, is brought there by a sync without a transfer.
 
 Both processes live from start to end and never generate at the same time. Every round has new prompts, the same for
 both sides, who take turns in going first; a round before the first warms up. Each side's time is taken where its
@@ -20,16 +20,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,10 @@ from common import (
 from rlhf.cluster.actors import ActorGroup
 from rlhf.cluster.model_shape import ModelShape
 from rlhf.cluster.preflight import Refused
-from rlhf.cluster.process import die_with_parent, redirect_output, tail
+from rlhf.cluster.process import tail
 from rlhf.cluster.session import Session, open_session
 from rlhf.config import Config, ConfigError, load_config
-from rlhf.rollout.engine import RolloutEngine, engine_arguments, sampling_parameters
-from rlhf.rollout.plugin import ACTOR_PID_VARIABLE
+from rlhf.rollout.engine import RolloutEngine
 from rlhf.rollout.pool import RolloutPool
 from rlhf.rollout.types import EngineSpec, GenerationRequest, Sampling, sample_seed
 from rlhf.trainers.blueprints import engine_environment, transport
@@ -137,95 +136,55 @@ def requests_of(draws: Sequence[PromptDraw], config: Config) -> list[GenerationR
     ]
 
 
-# The bare side
-
-
 class BareEngine:
-    """`AsyncLLM` in a process of its own, asked through a pipe. A context manager; entered when it is ready."""
+    """The process of `bare_vllm.py`. A context manager; entered when its engine is up."""
 
     def __init__(self, spec: EngineSpec, variables: Mapping[str, str], log: Path, deadline_s: float) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, self._theirs = context.Pipe()
-        self._process = context.Process(target=serve_bare, args=(spec, self._theirs, log), name="bare-engine")
+        self._spec = spec
         self._variables = variables
         self._log = log
         self._deadline_s = deadline_s
 
     def __enter__(self) -> BareEngine:
-        with _environment(self._variables):
-            self._process.start()
-        self._theirs.close()
-        self._receive("start of bare vLLM")
+        self._connection, theirs = Pipe()
+        with theirs, self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("bare_vllm.py")), str(theirs.fileno())],
+                env={**os.environ, **self._variables},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            self._ask([self._spec], "start of bare vLLM")
+        except BaseException:
+            self._process.kill()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process.is_alive():
-            self._connection.send(None)
-            self._process.join(_CLOSE_S)
-        if self._process.is_alive():
+        try:
+            self._connection.send([])
+            self._process.wait(_CLOSE_S)
+        except (OSError, subprocess.TimeoutExpired):
             self._process.kill()
         self._connection.close()
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> Measured:
         """Have all requests answered."""
-        self._connection.send(list(requests))
-        measured: Measured = await asyncio.to_thread(self._receive, "generation by bare vLLM")
-        return measured
+        tokens, seconds = await asyncio.to_thread(self._ask, list(requests), "generation by bare vLLM")
+        return Measured(tokens, seconds)
 
-    def _receive(self, what: str) -> Any:
+    def _ask(self, message: list[Any], what: str) -> Any:
         try:
+            self._connection.send(message)
             if self._connection.poll(self._deadline_s):
                 return self._connection.recv()
             said = f"not done after {self._deadline_s:g} s"
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             said = "its process ended"
         raise BenchmarkError("\n    ".join([f"{what}: {said}", *tail(self._log, _LOG_LINES)]))
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """What is started inside the block has these variables from its first instruction."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def serve_bare(spec: EngineSpec, connection: Connection, log: Path) -> None:
-    """The bare process: answers lists of requests until it gets None."""
-    die_with_parent()
-    redirect_output(log)
-    # Our plugin ties vLLM's own child process to this one.
-    os.environ[ACTOR_PID_VARIABLE] = str(os.getpid())
-    asyncio.run(_serve_bare(spec, connection))
-
-
-async def _serve_bare(spec: EngineSpec, connection: Connection) -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(spec)))
-    try:
-        connection.send("ready")
-        while (requests := await asyncio.to_thread(connection.recv)) is not None:
-            began = time.perf_counter()
-            tokens = await asyncio.gather(*(_tokens_of(llm, request) for request in requests))
-            connection.send(Measured(sum(tokens), time.perf_counter() - began))
-    finally:
-        llm.shutdown()
-
-
-async def _tokens_of(llm: Any, request: GenerationRequest) -> int:
-    prompt = {"prompt_token_ids": list(request.prompt_ids)}
-    parameters = sampling_parameters(request.sampling, request.seed)
-    outputs = [output async for output in llm.generate(prompt, parameters, request.request_id)]
-    return len(outputs[-1].outputs[0].token_ids)
-
-
-# Our side
 
 
 @asynccontextmanager
@@ -297,9 +256,6 @@ async def measure(config: Config, rounds: int, logs: Path) -> list[Round]:
             return await session.supervisor.guard(take_turns())
 
 
-# Results
-
-
 def summarise(rounds: Sequence[Round]) -> dict[str, Any]:
     """Medians of both sides and their ratio; the ratio of each round as well, to show how far they scatter."""
     medians = {
@@ -327,7 +283,7 @@ def report(arguments: argparse.Namespace, config: Config, where: Mapping[str, An
     ]
     rows.append(["**ours / bare**", f"{results['ratio_vs_bare']:.3f}", "", ""])
     batch = f"{arguments.prompts} prompts x {arguments.samples} samples, {arguments.max_new_tokens} new tokens"
-    show(f"\nGeneration in {arguments.dtype}: {batch}", header, rows)
+    show(f"Generation in {arguments.dtype}: {batch}", header, rows)
     figures = {
         "benchmark": "rollout",
         **results,

@@ -123,7 +123,7 @@ def read_run(folder: Path) -> list[Step]:
         if span["role"] == "policy" and name in PARTS:
             key = (span["step"], name)
             parts[key] = parts.get(key, 0.0) + span["end"] - span["start"]
-    steps = []
+    steps: list[Step] = []
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         metrics = json.loads(line)
         step: dict[str, float] = {
@@ -208,8 +208,8 @@ def report(arguments: argparse.Namespace, where: Mapping[str, Any], runs: Mappin
     phase_table = (["seconds, medians", *(f"{NAMES[s]} {d}" for s, d in runs)], phase_rows(middle))
     ratio_table = (["ours / TRL computes in", "TRL's step over ours"], ratio_rows(ratios))
     batch = f"{arguments.prompts} prompts x {arguments.samples} samples, {arguments.max_new_tokens} new tokens"
-    show(f"\nA step: {batch}", *phase_table)
-    show("\nHow many of our steps fit into one of TRL's", *ratio_table)
+    show(f"A step: {batch}", *phase_table)
+    show("How many of our steps fit into one of TRL's", *ratio_table)
     figures = {
         "benchmark": "step_time",
         "ratio_vs_trl": best["ratio"],
@@ -238,10 +238,9 @@ def report(arguments: argparse.Namespace, where: Mapping[str, Any], runs: Mappin
 
 def phase_rows(middle: Mapping[Key, Mapping[str, float]]) -> list[list[str]]:
     """A row for each phase and a column for each side and dtype."""
-    rows = [
-        [label, *(_seconds(side, name, figures) for (side, _), figures in middle.items())]
-        for name, label in ROWS.items()
-    ]
+    rows = []
+    for name, label in ROWS.items():
+        rows.append([label, *(_seconds(side, name, figures) for (side, _), figures in middle.items())])
     rows.append(["response tokens a step", *(f"{figures['tokens']:.0f}" for figures in middle.values())])
     return rows
 

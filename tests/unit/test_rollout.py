@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.cluster.wait import DeadlineExceeded
+from rlhf.rollout.engine import token_versions
 from rlhf.rollout.pool import RolloutPool
 from rlhf.rollout.router import Router
 from rlhf.rollout.types import Completion, Sampling, sample_seed
@@ -109,3 +110,29 @@ async def test_the_first_failure_ends_the_stream_with_that_error():
     pool = RolloutPool([ScriptedEngine(0, fail=RuntimeError("engine 0 is gone"))], run_seed=1, deadline_s=5)
     with pytest.raises(RuntimeError, match="engine 0 is gone"):
         await collect(pool, 4, 2)
+
+
+async def test_requests_that_queue_for_several_waves_outlive_one_requests_deadline():
+    # One slot, five requests of 0.1 s each: the last waits 0.4 s, twice the deadline of one request.
+    pool = RolloutPool([ScriptedEngine(0, lambda request: 0.1)], run_seed=1, deadline_s=0.2, slots=1)
+    assert len(await collect(pool, 5, 1)) == 5
+
+
+def test_probe_and_evaluation_have_streams_of_their_own():
+    assert len({sample_seed(1, 0, 0, purpose) for purpose in ("train", "probe", "eval0", "eval20")}) == 4
+    assert sample_seed(1, 0, 0, "train") == sample_seed(1, 0, 0)
+
+
+def completion(spans):
+    return SimpleNamespace(weight_versions=spans)
+
+
+def test_every_token_gets_the_version_of_its_span():
+    spans = [SimpleNamespace(start=0, end=2, version="4"), SimpleNamespace(start=2, end=3, version="5")]
+    assert token_versions(completion(spans), 3) == [4, 4, 5]
+
+
+@pytest.mark.parametrize("spans", [None, [SimpleNamespace(start=0, end=1, version="4")]])
+def test_a_token_of_unknown_version_is_an_error_and_not_version_0(spans):
+    with pytest.raises(RuntimeError, match="which weights"):
+        token_versions(completion(spans), 2)

@@ -12,8 +12,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "rlhf"
 
-# What every room but `config` may import. `cluster.process` ties a process to its parent, which every room that starts
-# one has to do.
+# What every room but `config` may import. `cluster.process` ties a process to the life of its parent, which rooms that
+# start processes of their own need.
 COMMON = {"config", "trajectories", "tracking.spans", "cluster.wait", "cluster.process"}
 # What a room may import besides. A room that is not listed, or a file outside the rooms, is a mistake.
 ALLOWED: dict[str, set[str]] = {

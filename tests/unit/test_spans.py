@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from rlhf.tracking.spans import SpanRecorder
+from rlhf.tracking.spans import SpanRecorder, now
 
 
 def test_enclosing_span_is_the_parent() -> None:
@@ -92,3 +92,13 @@ def test_span_names_its_process_and_is_json() -> None:
     row = json.loads(json.dumps(recorder.drain()[0].as_dict()))
     assert row["process"].endswith(f":{os.getpid()}")
     assert (row["name"], row["role"], row["step"]) == ("generate", "rollout", 2)
+
+
+def test_an_interval_recorded_without_a_block_belongs_to_the_same_process_as_the_others():
+    recorder = SpanRecorder("rollout")
+    with recorder.span("receive_weights"):
+        pass
+    recorder.record("generate", start=now() - 1.0)
+    block, interval = recorder.drain()
+    assert interval.process == block.process != ""
+    assert interval.seconds == pytest.approx(1.0, abs=0.5)

@@ -27,8 +27,7 @@ def test_new_folder_has_the_designs_names(tmp_path: Path) -> None:
         root / "spans.jsonl",
         root / "evaluations.jsonl",
     ]
-    assert folder.trajectories_of(7) == root / "trajectories" / "step-000007.parquet"
-    assert (folder.export, folder.report) == (root / "export", root / "report.html")
+    assert (folder.trajectories, folder.export) == (root / "trajectories", root / "export")
     assert folder.logs.is_dir() and folder.trajectories.is_dir()
 
 
@@ -48,7 +47,7 @@ def test_existing_folder_is_refused_with_the_remedies(tmp_path: Path) -> None:
 def test_replace_empties_the_folder_of_a_run(tmp_path: Path) -> None:
     first = RunFolder.open(run(tmp_path))
     first.metrics_jsonl.write_text("{}\n")
-    first.trajectories_of(1).write_text("")
+    (first.trajectories / "step-000001.parquet").write_text("")
     first.close()
     second = RunFolder.open(run(tmp_path, "replace"))
     left = sorted(str(entry.relative_to(second.path)) for entry in second.path.rglob("*"))

@@ -3,9 +3,14 @@
 import numpy as np
 import pytest
 
-from rlhf.trainers.batch import assemble
+from rlhf.trainers.batch import StaleSample
+from rlhf.trainers.batch import assemble as assemble_at
 from rlhf.trainers.scoring import ScoredGroup
 from rlhf.trajectories import Columns, Group, Prompt, PromptDraw, Trajectory
+
+
+def assemble(groups):
+    return assemble_at(groups, weight_version=0)
 
 
 def scored(group_id, rewards, errors=(), figures=None):
@@ -52,3 +57,13 @@ def test_each_sample_is_trained_failed_or_filtered():
 def test_what_reward_functions_report_is_averaged_over_the_samples_that_have_it():
     batch = assemble([scored(0, [0.0, 1.0], figures=[{"f/characters": 4.0}, {}]), scored(1, [0.0, 1.0])])
     assert batch.metrics() == {"reward/errors": 0.0, "reward/f/characters": pytest.approx(4.0)}
+
+
+def test_a_sample_of_another_weight_version_is_never_trained_on():
+    with pytest.raises(StaleSample, match=r"sample 0-0 is of version 0, not 1"):
+        assemble_at([scored(0, [0.0, 1.0])], weight_version=1)
+
+
+def test_a_reward_that_is_not_finite_counts_as_failed():
+    batch = assemble([scored(0, [float("inf"), 0.0, 2.0])])
+    assert (batch.failed, [s.advantage for s in batch.samples]) == (1, [-1.0, 1.0])
