@@ -82,14 +82,14 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def say_machine(where: Mapping[str, Any]) -> None:
-    """Say what the figures are from, and that they are worth little if something else is running."""
+    """Say what the figures are from, and that they are worth nothing if something else is running."""
     special = ", ".join(where["bfloat16"]) or "no bfloat16 instructions"
     memory = where["memory_bytes"] / 2**30
     console.print(f"{where['cpu']}, {where['cores']} cores ({special}), {memory:.0f} GiB, {where['system']}")
     if where["load_before"] > _QUIET_LOAD:
         console.print(
-            f"[yellow]The machine is not quiet: the load is {where['load_before']:.1f}. "
-            "Ratios may still hold, since the sides alternate; absolute times don't.[/yellow]"
+            f"[yellow]The machine is not quiet: the load is {where['load_before']:.1f}. The ratios don't hold then "
+            "either: a side whose threads wait for each other often loses more.[/yellow]"
         )
 
 
