@@ -100,7 +100,7 @@ def reference_is_needed(config: Config) -> Iterator[Problem]:
 
 
 def deterministic_is_possible(config: Config) -> Iterator[Problem]:
-    """`run.deterministic` needs `model.dtype: float32` and a CPU."""
+    """`run.deterministic` needs `model.dtype: float32`, a CPU and one engine."""
     if not config.run.deterministic:
         return
     if config.model.dtype != "float32":
@@ -116,6 +116,13 @@ def deterministic_is_possible(config: Config) -> Iterator[Problem]:
             "placement.device",
             "run.deterministic promises results that repeat bit for bit, and that is kept on CPU only",
             "Set placement.device: cpu, or run.deterministic: false",
+        )
+    if config.rollout.engines > 1:
+        yield _problem(
+            config,
+            "rollout.engines",
+            "run.deterministic needs one engine: with several, timing decides which of them samples what",
+            "Set rollout.engines: 1, or run.deterministic: false",
         )
 
 

@@ -28,6 +28,7 @@ from rlhf.trainers.parity import Parity, compare_logprobs, merge
 from rlhf.trainers.prompts import RunPrompts
 from rlhf.trainers.roles import Roles, start_roles
 from rlhf.trainers.scoring import ScoredGroup, score_group
+from rlhf.trainers.versions import check_versions
 from rlhf.trajectories import Ledger
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class PPOTrainer:
     async def _fit(self) -> RunSummary:
         config = self._config
         # All that can refuse the run comes first, and leaves nothing behind: no actor, no folder.
+        check_versions()
         check_run_folder(config.run)
         prompts = RunPrompts.load(config)
         extra = check_rewards(config, self._reward_functions)

@@ -118,14 +118,14 @@ class Command:
         file = self.folder / "metrics.jsonl"
         return len(file.read_text().splitlines()) if file.exists() else 0
 
-    def role_pid(self, role: str, rank: int = 0) -> int:
-        """Pid of a role's actor, by the name that Ray gives to its process."""
+    def find_role(self, role: str, rank: int = 0) -> int | None:
+        """Pid of a role's actor, by the name that Ray gives to its process; None while there is none."""
         self.observe()
         for pid in self.pids:
             process = _process(pid)
             if process is not None and f"ray::{role}-{rank}" in " ".join(process.cmdline()):
                 return pid
-        raise AssertionError(f"no process of {role} rank {rank}")
+        return None
 
     def engine_core_pid(self) -> int:
         """Pid of vLLM's EngineCore."""

@@ -11,23 +11,42 @@ import pytest
 from tests.e2e.command import Command, tiny_config
 
 END_S = 60.0
+ROLES = ("policy", "rollout", "reference", "reward", "recorder")
 
 
 @pytest.fixture
-def running(tiny_untied: Path, tmp_path: Path) -> Command:
-    """A long run that has finished its first step, with a reference, so that every role is there."""
+def starting(tiny_untied: Path, tmp_path: Path) -> Command:
+    """A long run whose roles all have a process (a reference too) and are still loading."""
     config = tiny_config(tiny_untied, tmp_path / "runs", "doomed")
     config["algorithm"] = {"kl": {"where": "loss", "coefficient": 0.01}}
     command = Command(config, tmp_path, "run.steps=100000")
-    command.until(lambda: command.steps_done() >= 1)
+    command.until(lambda: all(command.find_role(role) is not None for role in ROLES))
     return command
 
 
-@pytest.mark.parametrize("role", ["policy", "rollout", "reference", "reward", "recorder"])
-def test_a_killed_role_ends_the_run_and_is_named_with_pid_and_signal(running: Command, role: str) -> None:
-    pid = running.role_pid(role)
+@pytest.fixture
+def running(starting: Command) -> Command:
+    """The same run after its first step."""
+    starting.until(lambda: starting.steps_done() >= 1)
+    return starting
+
+
+@pytest.mark.parametrize("role", ["policy", "rollout", "reference"])
+def test_a_role_killed_while_it_works_ends_the_run_and_is_named(running: Command, role: str) -> None:
+    kill(running, role)
+
+
+# These two are killed early to keep the suite short; when makes no difference to who notices.
+@pytest.mark.parametrize("role", ["reward", "recorder"])
+def test_a_role_killed_while_the_run_starts_ends_it_and_is_named(starting: Command, role: str) -> None:
+    kill(starting, role)
+
+
+def kill(command: Command, role: str) -> None:
+    pid = command.find_role(role)
+    assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    outcome = running.wait(END_S)
+    outcome = command.wait(END_S)
     assert outcome.code == 1
     assert f"{role} rank 0 (pid {pid}" in outcome.err
     assert "SIGKILL" in outcome.err or "no exit status" in outcome.err
@@ -52,9 +71,9 @@ def test_ctrl_c_ends_the_run_with_130_and_no_traceback(running: Command) -> None
     assert outcome.left_running() == []
 
 
-def test_sigterm_ends_the_run_like_ctrl_c(running: Command) -> None:
-    running.process.send_signal(signal.SIGTERM)
-    outcome = running.wait(END_S)
+def test_sigterm_ends_a_starting_run_like_ctrl_c(starting: Command) -> None:
+    starting.process.send_signal(signal.SIGTERM)
+    outcome = starting.wait(END_S)
     assert outcome.code == 130
     assert outcome.left_running() == []
 

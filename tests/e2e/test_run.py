@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import ray
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.tracking.metrics import lookup
 from tests.e2e.command import Command, Outcome, tiny_config
+from tests.integration.engines import Engine, Trainer
 
 WANDB_KEY = "0123456789abcdef0123456789abcdef01234567"
 STEPS = 2
@@ -146,6 +148,16 @@ def test_the_export_loads_in_transformers_and_differs_from_the_start(run, tiny_u
     assert len(moved) > 10
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "export")
     assert tokenizer("1+1=").input_ids == [5, 76, 5, 84]
+
+
+def test_the_export_serves_in_vllm_with_the_trained_logprobs(plain):
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        engine = Engine(plain.folder / "export", load_dummy_weights=False)
+        ray.get([engine.handle.begin_sync.remote(), engine.handle.commit_sync.remote(0)], timeout=60)
+        engine.parity(Trainer(plain.folder / "export"), [5, 76, 5, 84]).check("float32")
+    finally:
+        ray.shutdown()
 
 
 def test_config_yaml_is_the_resolved_configuration(wide):

@@ -91,7 +91,8 @@ def test_a_reference_is_needed_for_kl_only() -> None:
 
 
 def test_deterministic_runs_need_float32_and_a_cpu() -> None:
-    found = refusals({"run.deterministic": True, "placement.device": "cuda"})
+    found = refusals({"run.deterministic": True, "placement.device": "cuda", "rollout.engines": 2})
+    assert "one engine" in found["rollout.engines"]
     assert "float32" in found["model.dtype"]
     assert "CPU" in found["placement.device"]
     assert build({"run.deterministic": True, "model.dtype": "float32"}).run.deterministic
