@@ -64,9 +64,10 @@ class PPOTrainer:
 
     def fit(self) -> RunSummary:
         """Run all steps; returns when the export is written and every process of the run has ended."""
-        return asyncio.run(self._fit())
+        return asyncio.run(self.fit_async())
 
-    async def _fit(self) -> RunSummary:
+    async def fit_async(self) -> RunSummary:
+        """`fit` for a program that has an event loop already, such as a notebook: `await trainer.fit_async()`."""
         config = self._config
         # All that can refuse the run comes first, and leaves nothing behind: no actor, no folder.
         check_versions()
