@@ -10,10 +10,12 @@ It runs in a session of its own, so that a Ctrl-C in the terminal and a kill of 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from typing import IO
 
 import psutil
@@ -63,7 +65,7 @@ class Reaper:
 
 def watch(driver: int, orders: IO[bytes]) -> None:
     """Follow the orders of the process `driver` until it says `done`, or until it dies: then end its processes."""
-    roots: set[int] = set()
+    roots: set[psutil.Process] = set()
     known: set[psutil.Process] = set()
     pipe, rest = orders.fileno(), b""
     os.set_blocking(pipe, False)
@@ -78,11 +80,20 @@ def watch(driver: int, orders: IO[bytes]) -> None:
         *lines, rest = (rest + read).split(b"\n")
         if b"done" in lines:
             return
-        roots.update(int(line) for line in lines)
-        known = {process for process in known if process.is_running()}.union(trees(roots))
+        # A root that has ended is dropped at once: its pid may be another program's by the next look.
+        roots = {process for process in roots if process.is_running()}.union(_processes(lines))
+        descended = trees(process.pid for process in roots)
+        known = {process for process in known if process.is_running()}.union(descended)
         if dead or closed:
             break
     end(known, _GRACE_S)
+
+
+def _processes(pids: Iterable[bytes]) -> Iterator[psutil.Process]:
+    """The processes with these pids, as far as they live."""
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield psutil.Process(int(pid))
 
 
 def _open_pidfd(pid: int) -> int | None:
