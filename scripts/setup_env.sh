@@ -4,12 +4,12 @@
 #   bash scripts/setup_env.sh
 #
 # Both commands of the README call it. It checks what the system must have, installs the extras `cpu,dev` (or
-# `gpu,dev` on a machine with an NVIDIA GPU), and leaves a stamp, so that the next call takes a second.
+# `gpu,dev` on a machine with two or more NVIDIA GPUs), and leaves a stamp, so that the next call takes a second.
 # Exit codes: 0 done, 1 the installation failed, 2 something is missing on this system and nothing was changed.
 #
 # Settings, all optional:
 #   PYTHON           the Python to make .venv with (default: the first of python3.11, python3.12, python3 that fits)
-#   RLHF_EXTRA       cpu or gpu (default: gpu if nvidia-smi lists a GPU, else cpu)
+#   RLHF_EXTRA       cpu or gpu (default: gpu if nvidia-smi lists two GPUs or more, else cpu)
 #   TORCH_CPU_INDEX  where CPU builds of torch are, used only if pip does not find them where it looks anyway
 set -euo pipefail
 
@@ -99,11 +99,16 @@ check_disk() {
 # --- Installing ----------------------------------------------------------------------------------------------------
 
 wanted_extra() {
+    local gpus
     if [[ -n "${RLHF_EXTRA:-}" ]]; then
         echo "$RLHF_EXTRA"
-    elif nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then
+        return
+    fi
+    gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)"
+    if ((gpus >= 2)); then
         echo gpu
     else
+        # Policy and engine have a device each, so a single GPU can't hold a run yet.
         echo cpu
     fi
 }

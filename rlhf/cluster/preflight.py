@@ -5,6 +5,8 @@ A pending placement group never fails by itself, so what can't be placed is refu
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -73,14 +75,25 @@ def local_resources() -> Resources:
 def _gpu_memory() -> list[int]:
     """Bytes of each visible NVIDIA GPU; none when the driver's tool is missing or fails."""
     tool = shutil.which("nvidia-smi")
-    if tool is None:
+    if tool is None or _torch_is_for_cpu():
         return []
     query = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=_NVIDIA_SMI_DEADLINE_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [int(line) << 20 for line in answer.stdout.split() if line.isdigit()]
+    gpus = [int(line) << 20 for line in answer.stdout.split() if line.isdigit()]
+    # Ray offers no more than this variable names.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return gpus if visible is None else gpus[: len([name for name in visible.split(",") if name.strip()])]
+
+
+def _torch_is_for_cpu() -> bool:
+    """Whether the installed torch can't use a GPU; read from its metadata, torch is not imported."""
+    try:
+        return "+cpu" in importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def resolve_device(setting: Literal["auto", "cpu", "cuda"], resources: Resources) -> Device:

@@ -49,7 +49,19 @@ def resolve_paths(config: Config) -> Config:
 
 def check_files(config: Config) -> list[Problem]:
     """Everything that is missing or does not fit on disk."""
-    return [*_run_folder(config), *_model(config), *_prompt_files(config), *_reward_files(config)]
+    found: list[Problem] = []
+    for key, check in (
+        ("run.dir", _run_folder),
+        ("model.path", _model),
+        ("data.prompts.path", _prompt_files),
+        ("reward.functions", _reward_files),
+    ):
+        try:
+            found += check(config)
+        except OSError as error:
+            # A name that is too long, a folder that may not be searched: the file system's own word is the best.
+            found.append(Problem(key, f"can't be looked at: {error.strerror} ({error.filename})"))
+    return found
 
 
 def _run_folder(config: Config) -> Iterator[Problem]:
@@ -85,7 +97,11 @@ def _model(config: Config) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem("model.path", f"{folder / 'config.json'} can't be read: {error}", config.model.path)
         return
-    model = model.get("text_config", model)
+    if isinstance(model, dict):
+        model = model.get("text_config", model)
+    if not isinstance(model, dict):
+        yield Problem("model.path", f"{folder / 'config.json'} is not an object of settings", config.model.path)
+        return
     yield from _heads(config, model)
     yield from _context(config, model)
 

@@ -76,6 +76,13 @@ def kl_settings_have_an_effect(config: Config) -> Iterator[Problem]:
             "has no effect while algorithm.kl.where is none",
             "Set algorithm.kl.where: loss and a coefficient, or leave the estimator out",
         )
+    if kl.where == "loss" and kl.estimator == "k1":
+        yield _problem(
+            config,
+            "algorithm.kl.estimator",
+            "the gradient of k1 is that of log pi alone, zero in expectation: in the loss it adds noise and no pull",
+            "Use k2 or k3",
+        )
     if kl.where != "none" and kl.coefficient == 0:
         yield _problem(
             config,
@@ -83,6 +90,22 @@ def kl_settings_have_an_effect(config: Config) -> Iterator[Problem]:
             f"with coefficient 0, algorithm.kl.where {kl.where} has no effect but the cost of a reference model",
             "Set a coefficient above 0, or algorithm.kl.where: none",
         )
+
+
+def clip_has_an_effect(config: Config) -> Iterator[Problem]:
+    """`algorithm.clip` is set only where a batch makes several updates: in a single one the ratio is 1 throughout."""
+    policy = config.policy
+    if policy.epochs * policy.minibatches > 1:
+        return
+    for side in ("low", "high"):
+        if not _is_default(config.algorithm.clip, side):
+            yield _problem(
+                config,
+                f"algorithm.clip.{side}",
+                "has no effect with policy.epochs 1 and policy.minibatches 1: in the only update of a batch the ratio "
+                "is 1",
+                "Raise policy.epochs or policy.minibatches, or leave it out",
+            )
 
 
 def reference_is_needed(config: Config) -> Iterator[Problem]:
@@ -247,6 +270,7 @@ RULES: tuple[Rule, ...] = (
     sampling_can_be_trained_on,
     group_is_large_enough,
     kl_settings_have_an_effect,
+    clip_has_an_effect,
     reference_is_needed,
     deterministic_is_possible,
     warmup_ends_before_the_run,

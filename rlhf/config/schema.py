@@ -43,7 +43,10 @@ class RunConfig(Section):
     """What the run is called, where it leaves its files, and how long it goes."""
 
     name: str = Field(
-        default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Folder name of the run inside `run.dir`."
+        default="run",
+        max_length=200,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Folder name of the run inside `run.dir`.",
     )
     dir: Path = Field(
         default=Path("runs"),

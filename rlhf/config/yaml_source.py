@@ -46,7 +46,10 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    return int(node.value, 10)
+    try:
+        return int(node.value, 10)
+    except ValueError as error:  # Python refuses thousands of digits
+        raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
 
 
 for _tag, _pattern, _first in _RESOLVERS:

@@ -118,13 +118,24 @@ def _check_prompt(prompt: Any, what: str) -> None:
     if isinstance(prompt, str):
         if not prompt.strip():
             raise DataError(f"{what} is empty")
+        _check_text(prompt, what)
         return
     if not isinstance(prompt, list):
         raise DataError(f"{what} must be text or a list of chat messages, not {type(prompt).__name__}")
     for index, message in enumerate(prompt):
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise DataError(f"{what}, message {index}: a message is an object with the texts 'role' and 'content'")
+        _check_text(message["content"], f"{what}, message {index}")
     if not any(message["role"] == "user" and message["content"].strip() for message in prompt):
         raise DataError(f"{what} has no message of the user")
     if prompt[-1]["role"] == "assistant":
         raise DataError(f"{what} ends with the assistant's message: the response is what is to be generated")
+
+
+def _check_text(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{what} holds {text[error.start]!r}, half of a surrogate pair, which no tokenizer takes"
+        ) from error

@@ -93,8 +93,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
             logits, _ = _scaled_logits(hidden[chunk], weight, bias, temperature, shape)
             log_norm[chunk] = torch.logsumexp(logits, dim=-1)
             logprobs[chunk] = logits.gather(1, targets[chunk, None]).squeeze(1) - log_norm[chunk]
-            probabilities = torch.softmax(logits, dim=-1)
-            entropy[chunk] = log_norm[chunk] - torch.einsum("nv,nv->n", probabilities, logits)
+            # -sum p log p of terms that are none of them negative; the shorter log_norm - sum p l cancels below 0.
+            log_p = logits.sub_(log_norm[chunk, None])
+            entropy[chunk] = -torch.einsum("nv,nv->n", log_p.exp(), log_p).clamp_max_(0.0)
         ctx.save_for_backward(hidden, weight, bias, targets, log_norm)
         ctx.temperature, ctx.shape, ctx.rows = temperature, shape, rows
         ctx.mark_non_differentiable(entropy)

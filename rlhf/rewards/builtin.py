@@ -59,7 +59,7 @@ def exact_match(
     r"""1 where the extracted response equals the row's `answer` (any of them, if it is a list), otherwise 0.
 
     `extract` says where the answer stands in the response, `answer_extract` where it stands in the row: `hashes` for
-    GSM8K, whose answers end in `#### 42`. An expected answer that is written as `\boxed{42}` is taken as 42.
+    GSM8K, whose answers end in `#### 42`. An answer on either side that is nothing but `\boxed{42}` is taken as 42.
     """
     return [
         _match(find_answer(sample.response, extract), _expected(sample, answer_extract), normalise)
@@ -68,7 +68,7 @@ def exact_match(
 
 
 def _match(given: str | None, expected: list[str], normalise: Normalise) -> float:
-    return float(given is not None and any(equal(given, answer, normalise) for answer in expected))
+    return float(given is not None and any(equal(unbox(given), answer, normalise) for answer in expected))
 
 
 def _expected(sample: RewardInput, how: Extract) -> list[str]:
@@ -81,7 +81,11 @@ def _expected(sample: RewardInput, how: Extract) -> list[str]:
         text = find_answer(str(one), how)
         if text is None:
             raise ValueError(f"the row's answer {str(one)!r} has nothing that answer_extract: {how} finds")
+        if not unbox(text).strip():
+            raise ValueError("the row's 'answer' is empty: nothing can be compared with it")
         found.append(unbox(text))
+    if not found:
+        raise ValueError("the row's 'answer' is an empty list: nothing can be compared with it")
     return found
 
 

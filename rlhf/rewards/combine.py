@@ -7,6 +7,7 @@ failed, has no reward: `reward.on_error` decides what happens with it (invariant
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -66,5 +67,6 @@ def _score(
     if failed:
         reward = None if isinstance(on_error, str) else float(on_error)
         return SampleScore(reward, by_function, "\n".join(failed), metrics)
-    reward = sum(weights[key] * score for key, score in by_function.items() if score is not None)
+    # fsum: three weights that add up to 1 give a perfect sample exactly 1.
+    reward = math.fsum(weights[key] * score for key, score in by_function.items() if score is not None)
     return SampleScore(reward, by_function, None, metrics)

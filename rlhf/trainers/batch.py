@@ -52,7 +52,8 @@ def assemble(scored: Sequence[ScoredGroup], *, weight_version: int) -> TrainingB
         for t in entry.group.trajectories:
             if t.weight_version != weight_version:
                 raise StaleSample(f"sample {t.sample_id} is of version {t.weight_version}, not {weight_version}")
-        rewards = [t.reward for t in entry.group.trajectories]
+        # What the engine gave up (an abort, an error of its own) was never finished, whatever a function says of it.
+        rewards = [None if t.finish_reason == "aborted" else t.reward for t in entry.group.trajectories]
         missing = sum(r is None or not math.isfinite(r) for r in rewards)
         failed += missing
         advantages = group_advantages(rewards)

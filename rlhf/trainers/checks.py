@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from rlhf.cluster.preflight import Refused
+from rlhf.config import ConfigError, files, rules
 from rlhf.config.rules import device_problems
 from rlhf.config.schema import Config, RunConfig
 from rlhf.rewards import check_functions, dump_functions
@@ -15,6 +16,13 @@ from rlhf.trainers.journal import Journal
 
 if TYPE_CHECKING:
     from rlhf.rewards.types import RewardFunction
+
+
+def check_configuration(config: Config) -> None:
+    """Raise `ConfigError` with everything that the rules find; a `Config` made in Python has not been checked yet."""
+    problems = [*rules.check(config), *files.check_files(config)]
+    if problems:
+        raise ConfigError(problems)
 
 
 def check_run_folder(run: RunConfig) -> None:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from rlhf.trainers.roles import Roles
 
 
+# Weights such as 0.7 and 0.3 don't add up to 1 exactly.
+_ROUNDING = 1e-9
+
+
 class Evaluator:
     """Evaluates the weights that the engines serve. Its samples are not training samples and not in the ledger."""
 
@@ -47,7 +51,7 @@ class Evaluator:
             async for group in stream:
                 scored.append(scoring.create_task(score_group(self._roles, group, step, reference=False)))
         trajectories = [t for task in scored for t in task.result().group.trajectories]
-        solved = sum(t.reward is not None and t.reward >= 1.0 for t in trajectories)
+        solved = sum(t.reward is not None and t.reward >= 1.0 - _ROUNDING for t in trajectories)
         return {
             **{f"eval/{name.replace('/', '_')}": value for name, value in reward_metrics(trajectories).items()},
             "eval/accuracy": solved / len(trajectories),

@@ -21,7 +21,7 @@ from rlhf.rollout.types import Sampling
 from rlhf.tracking.metrics import reward_metrics, rollout_metrics
 from rlhf.tracking.spans import now, recorder, span
 from rlhf.trainers.batch import TrainingBatch, assemble
-from rlhf.trainers.checks import check_device, check_rewards, check_run_folder, open_journal
+from rlhf.trainers.checks import check_configuration, check_device, check_rewards, check_run_folder, open_journal
 from rlhf.trainers.evaluation import Evaluator
 from rlhf.trainers.journal import Journal
 from rlhf.trainers.parity import Parity, compare_logprobs, merge
@@ -71,6 +71,7 @@ class PPOTrainer:
         config = self._config
         # All that can refuse the run comes first, and leaves nothing behind: no actor, no folder.
         check_versions()
+        check_configuration(config)
         check_run_folder(config.run)
         prompts = RunPrompts.load(config)
         extra = check_rewards(config, self._reward_functions)
@@ -105,12 +106,19 @@ class _Run:
         await self._evaluate(step=0)
         await self._write_spans()
         metrics: dict[str, float] = {}
+        moved = 0
         for step in range(1, self._config.run.steps + 1):
             with span("step", step):
                 metrics = await self._step(step)
+            moved += metrics["policy/grad_norm"] > 0
             self._journal.step(step, metrics, recorder.drain())
             await self._evaluate(step)
             await self._write_spans()
+        if moved == 0:
+            self._journal.note(
+                "warning: no step changed the model, the export equals what the run started from: "
+                "in every group all rewards were equal"
+            )
         await self._roles.export(self._journal.folder.export)
         return RunSummary(self._journal.folder.path, self._config.run.steps, metrics)
 

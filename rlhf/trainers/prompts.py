@@ -14,8 +14,8 @@ from rlhf.trajectories import Prompt, PromptDraw
 class RunPrompts:
     """The training sampler and the held-out prompts.
 
-    `dropped` counts training prompts that were too long, `held_back` those that are among the held-out ones: what is
-    evaluated on is never trained on.
+    `dropped` and `held_out_dropped` count prompts that were too long, `held_back` training prompts that are among the
+    held-out ones: what is evaluated on is never trained on.
     """
 
     train: PromptSampler
@@ -23,15 +23,17 @@ class RunPrompts:
     evaluation: Sequence[Prompt]
     dropped: int
     held_back: int
+    held_out_dropped: int
 
     @staticmethod
     def load(config: Config) -> RunPrompts:
         """Read and tokenise all prompts; raises what the data room raises, naming file and line."""
         tokenizer = load_tokenizer(config.model.path)
         loaded = load_prompts(config.data.prompts, config.data, tokenizer)
-        held_out: Sequence[Prompt] = ()
+        held_out, held_out_dropped = list[Prompt](), 0
         if config.evaluation is not None:
-            held_out = load_prompts(config.evaluation.prompts, config.data, tokenizer).prompts
+            evaluation = load_prompts(config.evaluation.prompts, config.data, tokenizer)
+            held_out, held_out_dropped = evaluation.prompts, evaluation.dropped
         unseen = {prompt.token_ids for prompt in held_out}
         prompts = [prompt for prompt in loaded.prompts if prompt.token_ids not in unseen]
         if not prompts:
@@ -39,13 +41,17 @@ class RunPrompts:
                 "data.prompts: every training prompt is also in evaluation.prompts, so none is left to train on"
             )
         sampler = PromptSampler(prompts, config.run.seed, config.data.shuffle)
-        return RunPrompts(sampler, prompts, held_out, loaded.dropped, len(loaded.prompts) - len(prompts))
+        return RunPrompts(
+            sampler, prompts, held_out, loaded.dropped, len(loaded.prompts) - len(prompts), held_out_dropped
+        )
 
     def notes(self) -> list[str]:
         """What a person should know about the data before the run begins."""
         parts = [f"{len(self.prompts)} training prompts"]
         if self.dropped:
             parts.append(f"{self.dropped} more were longer than data.max_prompt_tokens and dropped")
+        if self.held_out_dropped:
+            parts.append(f"{self.held_out_dropped} held-out ones were too long and dropped")
         if self.held_back:
             parts.append(f"{self.held_back} more are among the {len(self.evaluation)} held-out ones and left out")
         return ["; ".join(parts)]

@@ -34,6 +34,8 @@ T = TypeVar("T")
 # What has no setting of its own: short calls that only ask, and the writing of a Parquet file.
 _ASK_S = 60.0
 _WRITE_S = 300.0
+# Starting an engine or loading a model takes this long at most, or as long as one of its calls where that is longer.
+_START_S = 600.0
 # A killed reward worker is replaced before the next call: imports of a user's module included.
 _REBOOT_S = 120.0
 
@@ -64,7 +66,7 @@ class Roles:
 
     async def setup(self) -> None:
         """Load models, start engines, and let policy and engines meet in a transfer group."""
-        rollout_s = self._config.rollout.deadline_s
+        rollout_s = max(_START_S, self._config.rollout.deadline_s)
         policy_s = self._config.policy.deadline_s
         master = await self._policy.free_address(0)
         _, workers, _ = await asyncio.gather(
@@ -79,7 +81,7 @@ class Roles:
     async def _set_up_reference(self) -> None:
         if self._reference is not None:
             await self._reference.call(
-                "setup", what="loading the reference", deadline_s=self._config.reference.deadline_s
+                "setup", what="loading the reference", deadline_s=max(_START_S, self._config.reference.deadline_s)
             )
 
     async def _join_transfer(self, workers: Sequence[int]) -> None:

@@ -14,12 +14,15 @@ END_S = 60.0
 ROLES = ("policy", "rollout", "reference", "reward", "recorder")
 
 
+WIDE = ("policy.ranks=2", "policy.zero_stage=3", "rollout.engines=2")
+
+
 @pytest.fixture
-def starting(tiny_untied: Path, tmp_path: Path) -> Command:
-    """A long run whose roles all have a process (a reference too) and are still loading."""
+def starting(request: pytest.FixtureRequest, tiny_untied: Path, tmp_path: Path) -> Command:
+    """A long run whose roles all have a process (a reference too) and are still loading; `param` adds overrides."""
     config = tiny_config(tiny_untied, tmp_path / "runs", "doomed")
     config["algorithm"] = {"kl": {"where": "loss", "coefficient": 0.01}}
-    command = Command(config, tmp_path, "run.steps=100000")
+    command = Command(config, tmp_path, "run.steps=100000", *getattr(request, "param", ()))
     command.until(lambda: all(command.find_role(role) is not None for role in ROLES))
     return command
 
@@ -31,9 +34,15 @@ def running(starting: Command) -> Command:
     return starting
 
 
-@pytest.mark.parametrize("role", ["policy", "rollout", "reference"])
-def test_a_role_killed_while_it_works_ends_the_run_and_is_named(running: Command, role: str) -> None:
-    kill(running, role)
+@pytest.mark.parametrize(
+    ("starting", "role", "rank"),
+    [(WIDE, "policy", 1), (WIDE, "rollout", 1), ((), "reference", 0)],
+    ids=["policy", "rollout", "reference"],
+    indirect=["starting"],
+)
+def test_a_role_killed_while_it_works_ends_the_run_and_is_named(running: Command, role: str, rank: int) -> None:
+    # Rank 1 of 2 at ZeRO 3: rank 0 is left in a gather, and the killed one is named all the same.
+    kill(running, role, rank)
 
 
 # These two are killed early to keep the suite short; when makes no difference to who notices.
@@ -42,13 +51,13 @@ def test_a_role_killed_while_the_run_starts_ends_it_and_is_named(starting: Comma
     kill(starting, role)
 
 
-def kill(command: Command, role: str) -> None:
-    pid = command.find_role(role)
+def kill(command: Command, role: str, rank: int = 0) -> None:
+    pid = command.find_role(role, rank)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     outcome = command.wait(END_S)
     assert outcome.code == 1
-    assert f"{role} rank 0 (pid {pid}" in outcome.err
+    assert f"{role} rank {rank} (pid {pid}" in outcome.err
     assert "SIGKILL" in outcome.err or "no exit status" in outcome.err
     assert outcome.left_running() == []
 

@@ -18,7 +18,6 @@ from rlhf.tracking.metrics import lookup
 from tests.e2e.command import Command, Outcome, tiny_config
 from tests.integration.engines import Engine, Trainer
 
-WANDB_KEY = "0123456789abcdef0123456789abcdef01234567"
 STEPS = 2
 
 

@@ -1,4 +1,4 @@
-"""Fixtures that start something heavy once for the whole session."""
+"""Fixtures that start something heavy once for a module."""
 
 from __future__ import annotations
 

@@ -262,3 +262,27 @@ def test_a_run_folder_inside_an_uploaded_working_directory_is_refused(
     found = refusals({"model.path": "org/name"}, check_files=True)
     assert "Ray deletes that folder when the job ends" in found["run.dir"]
     assert build({"model.path": "org/name", "run.dir": str(tmp_path / "runs")}, check_files=True)
+
+
+def test_clipping_is_refused_where_the_ratio_is_always_1() -> None:
+    found = refusals({"algorithm.clip": {"high": 0.28}})
+    assert "ratio is 1" in found["algorithm.clip.high"].replace("\n", " ")
+    assert build({"algorithm.clip": {"low": 0.2, "high": 0.2}}).algorithm.clip.high == 0.2  # the defaults, restated
+    assert build({"algorithm.clip": {"high": 0.28}, "policy.minibatches": 2}).algorithm.clip.high == 0.28
+
+
+def test_k1_is_refused_in_the_loss() -> None:
+    kl = {"where": "loss", "coefficient": 0.1}
+    assert "k2 or k3" in refusals({"algorithm.kl": kl | {"estimator": "k1"}})["algorithm.kl.estimator"]
+    assert build({"algorithm.kl": kl | {"estimator": "k2"}}).algorithm.kl.estimator == "k2"
+
+
+@pytest.mark.parametrize("content", ["[]", '{"text_config": null}', "{"])
+def test_a_model_folder_with_a_broken_config_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert refusals({"model.path": str(tmp_path)}, check_files=True)["model.path"]
+
+
+def test_a_name_that_the_file_system_refuses_is_an_error_of_its_key(tmp_path: Path) -> None:
+    found = refusals({"run.dir": str(tmp_path / ("x" * 300) / "runs")}, check_files=True)
+    assert "too long" in found["run.dir"]

@@ -184,3 +184,15 @@ def test_dropout_is_switched_off_and_reported_once(tmp_path: Path, caplog: pytes
     assert torch.equal(first, second) and torch.equal(first, evaluated)
     assert [r.getMessage() for r in caplog.records if "attention_dropout 0.5" in r.getMessage()] != []
     assert len([r for r in caplog.records if "dropout" in r.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("offset", [0.0, 30.0, -1e4])
+def test_entropy_of_uniform_logits_is_ln_v_and_of_certain_ones_never_negative(offset: float) -> None:
+    # Hidden size 1: the logits are the head's column times the hidden state. ln(104) = 4.6444.
+    uniform = torch.full((104, 1), offset)
+    _, entropy = token_logprobs(torch.ones(1, 1), uniform, None, torch.tensor([0]), 1.0, HeadShape())
+    assert entropy.item() == pytest.approx(4.6444, abs=1e-3)
+    peaked = uniform.clone()
+    peaked[0] += 50
+    _, entropy = token_logprobs(torch.ones(1, 1), peaked, None, torch.tensor([0]), 1.0, HeadShape())
+    assert 0.0 <= entropy.item() < 1e-3

@@ -103,3 +103,11 @@ def test_metrics_are_named_after_their_function() -> None:
     combined = scores([said(RewardResult(1.0, {"steps": 3})), said(RewardResult(None, {"steps": 4}))], [1.0, 1.0])
     assert combined[0].metrics == {"f1/steps": 3.0, "f2/steps": 4.0}
     assert combined[0].reward == 1.0
+
+
+def test_weights_that_add_up_to_1_give_a_perfect_sample_exactly_1() -> None:
+    # Added up one after the other, 0.6 + 0.3 + 0.1 is 0.9999999999999999.
+    scores = combine(
+        ["a", "b", "c"], [0.6, 0.3, 0.1], [said(1.0)] * 3, prompt_id="p", sample_indices=[0], on_error="raise"
+    )
+    assert scores[0].reward == 1.0

@@ -144,3 +144,19 @@ def test_reasoning_gym_scores_with_the_options_that_the_problem_was_made_with() 
 def test_reasoning_gym_on_other_rows_is_an_error_that_says_what_to_use() -> None:
     with pytest.raises(ValueError, match="exact_match"):
         reasoning_gym([sample("5", "5")])
+
+
+@pytest.mark.parametrize(("response", "gold"), [(r"\boxed{5}", r"\boxed{5}"), (r"\boxed{5}", "5"), ("5", r"\boxed{5}")])
+def test_a_box_around_all_of_an_answer_never_makes_it_wrong(response: str, gold: str) -> None:
+    assert exact_match([sample(response, gold)]) == [1.0]
+    assert exact_match([sample(r"\boxed{6}", gold)]) == [0.0]
+
+
+@pytest.mark.parametrize("gold", [[], "", " ", r"\boxed{}"])
+def test_a_row_whose_answer_is_empty_is_an_error(gold: Any) -> None:
+    with pytest.raises(ValueError, match="empty"):
+        exact_match([sample("", gold)])
+
+
+def test_an_empty_response_does_not_equal_an_answer_of_punctuation() -> None:
+    assert exact_match([sample("", "?"), sample("?", "?")]) == [0.0, 1.0]

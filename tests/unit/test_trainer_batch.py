@@ -1,5 +1,7 @@
 """From scored groups to a training batch: groups are explicit, and every sample has one outcome."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -67,3 +69,13 @@ def test_a_sample_of_another_weight_version_is_never_trained_on():
 def test_a_reward_that_is_not_finite_counts_as_failed():
     batch = assemble([scored(0, [float("inf"), 0.0, 2.0])])
     assert (batch.failed, [s.advantage for s in batch.samples]) == (1, [-1.0, 1.0])
+
+
+def test_a_sample_that_the_engine_gave_up_is_failed_whatever_its_reward():
+    entry = scored(0, [1.0, 2.0, 3.0])
+    first, *others = entry.group.trajectories
+    given_up = replace(
+        entry, group=replace(entry.group, trajectories=(replace(first, finish_reason="aborted"), *others))
+    )
+    batch = assemble([given_up])
+    assert (batch.failed, [s.sample_id for s in batch.samples]) == (1, ["0-1", "0-2"])
