@@ -7,6 +7,7 @@ before they start and nothing that is set later.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -29,6 +30,10 @@ ENVIRONMENT = {
 }
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background by a shell: the commands under test would inherit that they ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SUITES = ("unit", "integration", "e2e")
 
