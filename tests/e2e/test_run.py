@@ -150,7 +150,7 @@ def test_the_export_loads_in_transformers_and_differs_from_the_start(run, tiny_u
 
 
 def test_the_export_serves_in_vllm_with_the_trained_logprobs(plain):
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         engine = Engine(plain.folder / "export", load_dummy_weights=False)
         ray.get([engine.handle.begin_sync.remote(), engine.handle.commit_sync.remote(0)], timeout=60)

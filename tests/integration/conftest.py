@@ -14,7 +14,7 @@ from tests.integration.engines import Engine
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[None]:
     """A local Ray cluster for one test module."""
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

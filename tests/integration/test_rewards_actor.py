@@ -44,7 +44,7 @@ def boxed_with_alarm(samples):
 def cluster() -> Iterator[None]:
     ours = not ray.is_initialized()
     if ours:
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     if ours:
         ray.shutdown()
