@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.cluster.placement import Slot
 from rlhf.cluster.process import die_with_parent, redirect_output
+from rlhf.cluster.reaper import MARKER_VARIABLE
 from rlhf.cluster.supervision import Member, forget, register
 from rlhf.cluster.wait import wait, wait_all
 from rlhf.tracking.spans import set_role
@@ -52,6 +53,7 @@ class HostSettings:
     role: str
     rank: int
     log: str | None
+    marker: str
 
 
 def _set_up_process(settings: HostSettings) -> dict[str, Any]:
@@ -59,6 +61,7 @@ def _set_up_process(settings: HostSettings) -> dict[str, Any]:
     import ray
 
     die_with_parent(signal.SIGKILL)
+    os.environ[MARKER_VARIABLE] = settings.marker
     set_role(settings.role)
     redirected = settings.log is not None and redirect_output(Path(settings.log))
     context = ray.get_runtime_context()
@@ -165,7 +168,7 @@ class ActorGroup:
             for rank in range(ranks):
                 slot = placement[rank] if placement is not None else None
                 path = str((log_dir / f"{role}-{rank}.log").absolute()) if log_dir is not None else None
-                settings = HostSettings(role, rank, path)
+                settings = HostSettings(role, rank, path, session.marker)
                 group.handles.append(_spawn(plain, settings, slot, dict(env or {})))
             hellos = [_control(handle, "rlhf_hello").remote() for handle in group.handles]
             identities = await wait_all(hellos, what=names, deadline_s=deadline_s)

@@ -147,6 +147,18 @@ def trees(pids: Iterable[int]) -> list[psutil.Process]:
     return list(found.values())
 
 
+def carriers(variable: str, value: str) -> list[psutil.Process]:
+    """All processes that were started with this environment variable at this value, wherever they hang."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(variable) == value:
+                found.append(process)
+        except psutil.Error:  # another user's, or gone
+            continue
+    return found
+
+
 def end(processes: Iterable[psutil.Process], grace_s: float) -> list[int]:
     """Wait `grace_s` for the processes to be gone, then SIGTERM, wait again, then SIGKILL; pids that had to be told."""
     alive = [process for process in processes if _alive(process)]

@@ -15,14 +15,18 @@ import os
 import select
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterable, Iterator
 from typing import IO
 
 import psutil
 
-from rlhf.cluster.process import end, trees
+from rlhf.cluster.process import carriers, end, trees
 
-# Descendants are looked up this often besides at the driver's death, when some may already have lost their parents.
+# Set in every actor's process to the reaper's marker, and so inherited by whatever an actor starts: at the driver's
+# death such a process may have lost its parent before anybody has looked.
+MARKER_VARIABLE = "RLHF_SESSION"
+# Descendants are looked up this often besides.
 _SCAN_S = 5.0
 _GRACE_S = 5.0
 
@@ -31,7 +35,8 @@ class Reaper:
     """The driver's handle on its reaper."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "rlhf.cluster.reaper", str(os.getpid())]
+        self.marker = uuid.uuid4().hex
+        command = [sys.executable, "-m", "rlhf.cluster.reaper", str(os.getpid()), self.marker]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -63,7 +68,7 @@ class Reaper:
             return  # somebody killed the reaper; the run itself is unharmed
 
 
-def watch(driver: int, orders: IO[bytes]) -> None:
+def watch(driver: int, marker: str, orders: IO[bytes]) -> None:
     """Follow the orders of the process `driver` until it says `done`, or until it dies: then end its processes."""
     roots: set[psutil.Process] = set()
     known: set[psutil.Process] = set()
@@ -86,7 +91,7 @@ def watch(driver: int, orders: IO[bytes]) -> None:
         known = {process for process in known if process.is_running()}.union(descended)
         if dead or closed:
             break
-    end(known, _GRACE_S)
+    end(known.union(carriers(MARKER_VARIABLE, marker)), _GRACE_S)
 
 
 def _processes(pids: Iterable[bytes]) -> Iterator[psutil.Process]:
@@ -117,4 +122,4 @@ def _read(pipe: int) -> tuple[bytes, bool]:
 
 
 if __name__ == "__main__":
-    watch(int(sys.argv[1]), sys.stdin.buffer)
+    watch(int(sys.argv[1]), sys.argv[2], sys.stdin.buffer)

@@ -61,6 +61,7 @@ class Session:
         self._started = started
         self._closed = False
         self._reaper = Reaper()
+        self.marker = self._reaper.marker
         self._reaper.add(started)
         supervision.install()
         atexit.register(self.close)
