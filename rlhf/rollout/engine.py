@@ -42,6 +42,7 @@ class RolloutEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self._version: int | None = None
+        self._death: asyncio.Future[None]
         self._recorder = SpanRecorder("rollout")
         self._active = 0
         self._busy_since = 0.0
@@ -55,6 +56,7 @@ class RolloutEngine:
 
         with self._recorder.span("engine_start"):
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self.spec)))
+        self._death = asyncio.ensure_future(self.watch())
         return self.spec.tensor_parallel
 
     async def generate(self, request: GenerationRequest) -> tuple[Completion, Columns]:
@@ -83,14 +85,23 @@ class RolloutEngine:
     async def _run(self, request: GenerationRequest) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        prompt = {"prompt_token_ids": list(request.prompt_ids)}
-        parameters = sampling_parameters(request.sampling, request.seed)
+        # A request that reaches vLLM in the moment of its EngineCore's death is never answered, so both are awaited.
+        output = asyncio.ensure_future(self._output(request))
         try:
-            # With FINAL_ONLY there is one output, the finished one.
-            outputs = [o async for o in self._llm.generate(prompt, parameters, request.request_id)]
+            await asyncio.wait({output, self._death}, return_when=asyncio.FIRST_COMPLETED)
+            if not output.done():
+                self._death.result()
+            return output.result()
         except EngineDeadError as error:
             raise EngineDied(self._describe_death()) from error
-        return outputs[-1]
+        finally:
+            output.cancel()
+
+    async def _output(self, request: GenerationRequest) -> Any:
+        prompt = {"prompt_token_ids": list(request.prompt_ids)}
+        parameters = sampling_parameters(request.sampling, request.seed)
+        # With FINAL_ONLY there is one output, the finished one.
+        return [o async for o in self._llm.generate(prompt, parameters, request.request_id)][-1]
 
     def _describe_death(self) -> str:
         processes = self._llm.engine_core.resources.engine_manager.processes

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import yaml
 
+from rlhf.cluster.process import trees
+
 ROOT = Path(__file__).parents[2]
 RUN_S = 400.0
 # Design: nothing of ours is left running 60 s after the end.
@@ -98,11 +100,7 @@ class Command:
 
     def observe(self) -> None:
         """Remember every process that the command has started so far."""
-        try:
-            children = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return
-        self.pids |= {child.pid for child in children} | {self.process.pid}
+        self.pids |= {process.pid for process in trees([self.process.pid])}
 
     def until(self, ready: Callable[[], bool], seconds: float = RUN_S) -> None:
         """Wait until `ready()`; fails when the command ends or the time is over before."""
@@ -130,7 +128,7 @@ class Command:
     def engine_core_pid(self) -> int:
         """Pid of vLLM's EngineCore."""
         self.observe()
-        found = [p for p in map(_process, self.pids) if p is not None and "EngineCor" in " ".join(p.cmdline())]
+        found = [p for p in map(_process, self.pids) if p is not None and "EngineCor" in f"{p.name()} {p.cmdline()}"]
         assert found, "no EngineCore"
         return found[0].pid
 
