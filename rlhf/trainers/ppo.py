@@ -142,14 +142,14 @@ class _Run:
         with span("account", step):
             self._ledger.check()
             recorder.absorb(await self._roles.drain_spans(), step)
-        return {
-            **batch.metrics(),
-            **reward_metrics(batch.trajectories),
-            **rollout_metrics(batch.trajectories, generated_s),
-            **learned,
-            **synced.metrics(),
-            **self._ledger.metrics(),
-        }
+            return {
+                **batch.metrics(),
+                **reward_metrics(batch.trajectories),
+                **rollout_metrics(batch.trajectories, generated_s),
+                **learned,
+                **synced.metrics(),
+                **self._ledger.metrics(),
+            }
 
     async def _generate(self, step: int, scoring: asyncio.TaskGroup) -> list[asyncio.Task[ScoredGroup]]:
         """Generate the step's groups; the scoring of each begins as soon as it is finished, in `scoring`."""

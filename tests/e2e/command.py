@@ -126,11 +126,19 @@ class Command:
         return None
 
     def engine_core_pid(self) -> int:
-        """Pid of vLLM's EngineCore."""
-        self.observe()
-        found = [p for p in map(_process, self.pids) if p is not None and "EngineCor" in f"{p.name()} {p.cmdline()}"]
-        assert found, "no EngineCore"
-        return found[0].pid
+        """Pid of vLLM's EngineCore: what multiprocessing spawned for the engine's actor.
+
+        By its command line as well as by the title that vLLM gives it, since a title is not set everywhere.
+        """
+        actor = self.find_role("rollout")
+        for process in psutil.process_iter():
+            try:
+                line = " ".join(process.cmdline())
+                if process.ppid() == actor and ("EngineCor" in line or "spawn_main" in line):
+                    return process.pid
+            except psutil.Error:
+                continue
+        raise AssertionError("no EngineCore")
 
     def output(self) -> str:
         return self._out.read_text() + self._err.read_text()
