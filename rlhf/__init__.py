@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlhf.algorithms.registry import register_advantage, register_policy_loss
     from rlhf.config import Config, load_config
     from rlhf.trainers.ppo import PPOTrainer
 
-__all__ = ["Config", "PPOTrainer", "load_config"]
+__all__ = ["Config", "PPOTrainer", "load_config", "register_advantage", "register_policy_loss"]
 __version__ = "0.1.0"
 
 
@@ -20,6 +21,10 @@ def __getattr__(name: str) -> Any:
         import rlhf.config
 
         return getattr(rlhf.config, name)
+    if name in ("register_advantage", "register_policy_loss"):
+        import rlhf.algorithms.registry
+
+        return getattr(rlhf.algorithms.registry, name)
     if name == "PPOTrainer":
         from rlhf.trainers.ppo import PPOTrainer
 

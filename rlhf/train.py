@@ -11,8 +11,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import FrameType
+from typing import TYPE_CHECKING, Literal
 
 from rlhf.config import Config, ConfigError, Problem, dump_config, load_config
+
+if TYPE_CHECKING:
+    from rlhf.cluster.needs import Needs
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -98,26 +102,31 @@ def _check_rewards(config: Config, file: str) -> None:
 
 def _dry_run(config: Config) -> int:
     """Print the resolved configuration and the placement table, and say what this machine would refuse."""
-    from rlhf.cluster.needs import ModelShape, UnknownShape, needs, render_table
+    from rlhf.cluster.model_shape import ModelShapes, UnknownShape
+    from rlhf.cluster.needs import needs, render_table
     from rlhf.cluster.preflight import Refused, local_resources, preflight, resolve_device
 
     try:
-        shape = ModelShape.from_path(config.model.path)
+        shapes = ModelShapes.of(config)
     except UnknownShape as error:
         return _say(f"configuration refused: {error}", REFUSED)
+
+    def required(device: Literal["cpu", "cuda"]) -> Needs:
+        return needs(config, shapes.policy, device, shapes.critic, shapes.reward)
+
     resources = local_resources()
     refusal = ""
     try:
         device = resolve_device(config.placement.device, resources)
-        preflight(needs(config, shape, device), resources, config.rollout.gpu_memory_utilization)
+        preflight(required(device), resources, config.rollout.gpu_memory_utilization)
     except Refused as error:
         # Elsewhere it may fit: a dry run on a laptop can be for a cluster.
         device, refusal = "cuda" if config.placement.device == "cuda" else "cpu", str(error)
-    required = needs(config, shape, device)
-    sys.stdout.write(f"{dump_config(config)}\n{render_table(required, str(resources))}\n")
+    whole = required(device)
+    sys.stdout.write(f"{dump_config(config)}\n{render_table(whole, str(resources))}\n")
     if refusal:
         sys.stdout.write(f"\nOn this machine alone the run would be refused:\n{refusal}\n")
-    return REFUSED if required.problems else DONE
+    return REFUSED if whole.problems else DONE
 
 
 def _train(config: Config) -> int:

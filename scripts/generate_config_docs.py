@@ -7,6 +7,7 @@ python scripts/generate_config_docs.py --check    # exit 1 if the file is not wh
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 import types
 from collections.abc import Iterator
@@ -57,11 +58,17 @@ Besides the type and range of each key:
 """
 
 FILE_RULES = (
-    "The folder `model.path` exists and has a `config.json`; names like `organisation/name` are looked up on the hub.",
-    "Attention heads and KV heads of the model can be split over `rollout.tensor_parallel` devices.",
-    "`data.max_prompt_tokens` + `rollout.max_new_tokens` is at most the model's context length.",
-    "Prompt files and files of reward functions exist, and run folders can be made in `run.dir`, which does not lie in "
-    "a working directory that was uploaded with a Ray job: Ray deletes that with the job.",
+    "The folders `model.path`, `reward.model.path` and `critic.model` exist and have a `config.json`; names like "
+    "`organisation/name` are looked up on the hub.",
+    "A reward model's folder has a sequence-classification head with one output; a head that would be made up is "
+    "refused.",
+    "A reward model or critic with a folder of its own has the policy's tokens under the same ids: it reads the ids "
+    "that the policy sampled.",
+    "Attention heads and KV heads of the policy can be split over `rollout.tensor_parallel` devices.",
+    "`data.max_prompt_tokens` + `rollout.max_new_tokens` is at most the context length of each model.",
+    "Prompt files and files of reward functions, advantages and losses exist, and run folders can be made in "
+    "`run.dir`, which does not lie in a working directory that was uploaded with a Ray job: Ray deletes that with the "
+    "job.",
 )
 
 
@@ -91,7 +98,7 @@ def render() -> str:
 def _section(section: type[Section], title: str, path: tuple[str, ...]) -> Iterator[str]:
     """A heading, the section's purpose and its table; then the sections inside it."""
     yield f"{'##' if len(path) < 2 else '###'} {title}\n"
-    yield f"{(section.__doc__ or '').strip()}\n"
+    yield f"{inspect.getdoc(section) or ''}\n"
     yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
     inner = []
     for name, field in keys.fields(section):
@@ -109,7 +116,7 @@ def _section(section: type[Section], title: str, path: tuple[str, ...]) -> Itera
 def _meaning(field: FieldInfo) -> str:
     """The field's description; a section's own sentence where the field has none."""
     sections = keys.members(field.annotation)
-    return _cell(field.description or (sections[0].__doc__ or "" if sections else ""))
+    return _cell(field.description or ((inspect.getdoc(sections[0]) or "").split("\n\n")[0] if sections else ""))
 
 
 def _type(field: FieldInfo) -> str:
@@ -125,7 +132,8 @@ def _words(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(_words(argument) for argument in arguments)
     if origin is Annotated:
-        return _words(arguments[0])
+        bounds = [m for argument in arguments[1:] if isinstance(argument, FieldInfo) for m in argument.metadata]
+        return _words(arguments[0]) + _limits(bounds)
     if origin is list:
         return "list of sections" if keys.members(annotation) else f"list of {_words(arguments[0])}"
     if origin is dict:

@@ -39,11 +39,46 @@ def make_tiny_model(
 ) -> Path:
     """Write config, seeded random weights, generation config and tokenizer to the folder `path` and return it."""
     import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    from transformers import GenerationConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    settings: dict[str, Any] = {
+    config = _tiny_config(architecture, tie_word_embeddings=tied, attention_dropout=attention_dropout)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = (Qwen2ForCausalLM if architecture == "qwen2" else LlamaForCausalLM)(config)
+    model.generation_config = GenerationConfig(pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=EOS_ID)
+    return _save(model, Path(path), dtype, with_template)
+
+
+def make_tiny_reward_model(
+    path: Path | str,
+    *,
+    architecture: Architecture = "qwen2",
+    seed: int = 1,
+    dtype: str = "float32",
+    labels: int = 1,
+    pad_id: int = PAD_ID,
+    attention_dropout: float = 0.0,
+) -> Path:
+    """Write a sequence-classification model of the same shape to the folder `path` and return it.
+
+    Its scores of different texts differ by about 1. `pad_id` is what transformers' own pooling takes for padding.
+    """
+    import torch
+    from transformers import LlamaForSequenceClassification, Qwen2ForSequenceClassification
+
+    config = _tiny_config(architecture, attention_dropout=attention_dropout, num_labels=labels)
+    config.pad_token_id = pad_id
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        kind: Any = Qwen2ForSequenceClassification if architecture == "qwen2" else LlamaForSequenceClassification
+        model = kind(config)
+    return _save(model, Path(path), dtype, with_template=False)
+
+
+def _tiny_config(architecture: Architecture, **settings: Any) -> Any:
+    from transformers import LlamaConfig, Qwen2Config
+
+    settings = {
         "vocab_size": VOCABULARY_SIZE,
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -51,21 +86,21 @@ def make_tiny_model(
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": MAX_POSITIONS,
-        "tie_word_embeddings": tied,
-        "attention_dropout": attention_dropout,
         "pad_token_id": PAD_ID,
         "bos_token_id": BOS_ID,
         "eos_token_id": EOS_ID,
         # Wide enough that next-token distributions are far from uniform, so that a wrong weight shows in log-probs.
         "initializer_range": 0.1,
+        **settings,
     }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        if architecture == "qwen2":
-            model: Any = Qwen2ForCausalLM(Qwen2Config(**settings))
-        else:
-            model = LlamaForCausalLM(LlamaConfig(**settings))
-    model.generation_config = GenerationConfig(pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=EOS_ID)
+    return Qwen2Config(**settings) if architecture == "qwen2" else LlamaConfig(**settings)
+
+
+def _save(model: Any, folder: Path, dtype: str, with_template: bool) -> Path:
+    """Write the model and its tokenizer."""
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     make_tiny_tokenizer(with_template=with_template).save_pretrained(folder)
     return folder

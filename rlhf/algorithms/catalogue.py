@@ -1,5 +1,29 @@
-"""What each algorithm needs, without torch: estimators and the models that a configuration calls for."""
+"""What each algorithm needs, without torch: estimators, losses, and the models that a configuration calls for."""
 
-from rlhf.config.catalogue import ADVANTAGES, AdvantageSpec, needs_reference
+from rlhf.config.catalogue import (
+    ADVANTAGES,
+    LOSSES,
+    AdvantageSpec,
+    LossSpec,
+    advantage_spec,
+    loss_spec,
+    needs_critic,
+    needs_greedy,
+    needs_old_logprobs,
+    needs_reference,
+    updates_per_batch,
+)
 
-__all__ = ["ADVANTAGES", "AdvantageSpec", "needs_reference"]
+__all__ = [
+    "ADVANTAGES",
+    "LOSSES",
+    "AdvantageSpec",
+    "LossSpec",
+    "advantage_spec",
+    "loss_spec",
+    "needs_critic",
+    "needs_greedy",
+    "needs_old_logprobs",
+    "needs_reference",
+    "updates_per_batch",
+]

@@ -1,16 +1,25 @@
 """Token-budget micro-batches, balanced over ranks, and the samples that go into them."""
 
 from rlhf.batching.plan import MicroBatch, Minibatch, Plan, SampleLength, plan
-from rlhf.batching.samples import LearnerSample, ScoredColumns, fetch_columns, fetch_reference
+from rlhf.batching.samples import (
+    Estimates,
+    LearnerSample,
+    RewardedSample,
+    ScoredColumns,
+    fetch_columns,
+    fetch_scores,
+)
 
 __all__ = [
+    "Estimates",
     "LearnerSample",
     "MicroBatch",
     "Minibatch",
     "Plan",
+    "RewardedSample",
     "SampleLength",
     "ScoredColumns",
     "fetch_columns",
-    "fetch_reference",
+    "fetch_scores",
     "plan",
 ]

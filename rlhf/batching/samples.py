@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,17 +24,22 @@ ScoredColumns = dict[str, npt.NDArray[np.float32]]
 class LearnerSample:
     """One sample to train on or to score.
 
-    `advantage` is shared by all response tokens. `columns` and `reference` are the data itself or Ray references to
-    it; `reference` leads to a `ScoredColumns` that holds this sample, among others.
+    `columns` is the data itself or a Ray reference to it. `scores` leads by name (`reference`, `old_logprobs`,
+    `values`, `advantages`, `returns`) to a `ScoredColumns`, or a Ray reference to one, that holds this sample among
+    others.
     """
 
     sample_id: str
     group_id: int
     total_tokens: int
     prompt_tokens: int
-    advantage: float
     columns: ObjectRef[Columns] | Columns
-    reference: ObjectRef[ScoredColumns] | Mapping[str, npt.NDArray[np.float32]] | None = None
+    scores: Mapping[str, ObjectRef[ScoredColumns] | ScoredColumns] = field(default_factory=dict)
+
+    def with_scores(self, **scores: Any) -> LearnerSample:
+        """The same sample with more scores; those that are None are left out."""
+        found = {name: value for name, value in scores.items() if value is not None}
+        return replace(self, scores={**self.scores, **found})
 
     @property
     def response_tokens(self) -> int:
@@ -45,6 +50,23 @@ class LearnerSample:
     def length(self) -> SampleLength:
         """What planning needs."""
         return SampleLength(self.sample_id, self.group_id, self.total_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardedSample:
+    """A sample with its reward as shaped; `baseline` is that of the greedy response to its prompt, if there is one."""
+
+    sample: LearnerSample
+    reward: float
+    baseline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """What the driver reads of estimated advantages: metrics, and each sample's mean over its tokens, by sample id."""
+
+    metrics: Mapping[str, float]
+    advantages: Mapping[str, float]
 
 
 def fetch_columns(samples: Sequence[LearnerSample], deadline_s: float) -> dict[str, Columns]:
@@ -70,25 +92,25 @@ def fetch_columns(samples: Sequence[LearnerSample], deadline_s: float) -> dict[s
     return found
 
 
-def fetch_reference(samples: Sequence[LearnerSample], deadline_s: float) -> ScoredColumns | None:
-    """Get the reference log-probs of these samples, by sample id; None when the samples have no reference.
+def fetch_scores(samples: Sequence[LearnerSample], name: str, deadline_s: float) -> ScoredColumns | None:
+    """Get the scores of that name for these samples, by sample id; None when no sample has any.
 
-    Raises `ValueError` when only some samples have one, or one is missing in what its reference leads to.
+    Raises `ValueError` when only some samples have them, or one is missing in what its reference leads to.
     """
-    if all(sample.reference is None for sample in samples):
+    without = [sample.sample_id for sample in samples if name not in sample.scores]
+    if len(without) == len(samples):
         return None
-    missing = [sample.sample_id for sample in samples if sample.reference is None]
-    if missing:
-        raise ValueError(f"sample {missing[0]} has no reference log-probs, others of the batch have: score all or none")
-    unique = {id(sample.reference): sample.reference for sample in samples}
-    resolved = _resolve(list(unique.values()), Mapping, "reference log-probs", deadline_s)
+    if without:
+        raise ValueError(f"sample {without[0]} has no {name}, others of the batch have: score all or none")
+    unique = {id(sample.scores[name]): sample.scores[name] for sample in samples}
+    resolved = _resolve(list(unique.values()), Mapping, name, deadline_s)
     scored = dict(zip(unique, resolved, strict=True))
     found: ScoredColumns = {}
     for sample in samples:
-        values = scored[id(sample.reference)].get(sample.sample_id)
+        values = scored[id(sample.scores[name])].get(sample.sample_id)
         if values is None or len(values) != sample.total_tokens:
             held = "none" if values is None else str(len(values))
-            raise ValueError(f"sample {sample.sample_id}: {held} reference log-probs for {sample.total_tokens} tokens")
+            raise ValueError(f"sample {sample.sample_id}: {held} {name} for {sample.total_tokens} tokens")
         found[sample.sample_id] = values
     return found
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf.config.catalogue import needs_critic
+from rlhf.config.schema import Config
+
 # What the families leave out of config.json because it is their class default.
 _TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3", "gemma3_text")
 _QKV_BIAS = ("qwen2",)
@@ -132,3 +135,21 @@ def _from_hub(name: str) -> Mapping[str, Any]:
             f"{str(error).splitlines()[0]}. Give the folder of a downloaded model"
         ) from None
     return config
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShapes:
+    """Shapes of a run's models; those of critic and reward model only where they have a checkpoint of their own."""
+
+    policy: ModelShape
+    critic: ModelShape | None = None
+    reward: ModelShape | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> ModelShapes:
+        """Read them from the checkpoints that the configuration names. Raises `UnknownShape`."""
+        critic, reward = config.critic.model, config.reward.model
+        own_critic = needs_critic(config) and critic not in ("policy", "reward")
+        reward_shape = ModelShape.from_path(reward.path) if reward is not None else None
+        critic_shape = ModelShape.from_path(critic) if own_critic else reward_shape if critic == "reward" else None
+        return cls(ModelShape.from_path(config.model.path), critic_shape, reward_shape)

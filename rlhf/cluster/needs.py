@@ -2,8 +2,9 @@
 
 Invariants (each has a test)
 - The same configuration and shape give the same needs, without ray, torch or any I/O.
-- A pool that the configuration doesn't use is absent: no reference without KL.
+- A pool that the configuration doesn't use is absent: no reference without KL, no critic without gae.
 - Bytes are per device; summed over ranks, a state sharded by ZeRO adds up to one whole copy.
+- A critic or reward model from a checkpoint of its own is counted with that checkpoint's shape.
 - What can't work on any cluster (heads that don't divide, a KV cache too small for one sequence) is a problem.
 """
 
@@ -14,8 +15,8 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from rlhf.cluster.model_shape import ModelShape, UnknownShape
-from rlhf.config.catalogue import needs_reference
-from rlhf.config.schema import Config
+from rlhf.config.catalogue import needs_critic, needs_reference
+from rlhf.config.schema import Config, LearnerConfig
 
 __all__ = ["DeviceBytes", "ModelShape", "Needs", "PoolNeeds", "UnknownShape", "needs", "render_table", "size"]
 
@@ -97,8 +98,17 @@ class Needs:
         return next((pool for pool in self.pools if pool.pool == name), None)
 
 
-def needs(config: Config, shape: ModelShape, device: Device = "cpu") -> Needs:
+def needs(
+    config: Config,
+    shape: ModelShape,
+    device: Device = "cpu",
+    critic_shape: ModelShape | None = None,
+    reward_shape: ModelShape | None = None,
+) -> Needs:
     """Devices and bytes for each pool of a run.
+
+    `shape` is the policy's; `critic_shape` and `reward_shape` are those of checkpoints of their own, and without them
+    the critic has the shape of where it starts from and the reward model has the policy's.
 
     With P parameters, R ranks, c bytes of the compute dtype (2 for bfloat16, 4 for float32), L layers, hidden size h,
     MLP size I, a = heads x head size, k = KV heads x head size, V vocabulary, and T tokens in the largest micro-batch
@@ -110,22 +120,37 @@ def needs(config: Config, shape: ModelShape, device: Device = "cpu") -> Needs:
       and the output of each norm, the residual stream, queries and keys before and after rotation, values, the
       attention output and four MLP arrays (after Korthikanti et al., arXiv:2205.05198, section 4); plus the logits
       of one chunk and the float32 gradient of the output head.
+    - critic: as the policy, with its own settings and P without the output head but with h for the value head; one
+      value a token instead of logits; at ZeRO 3 its weights have beside them the largest part that is gathered at a
+      time, one layer or the embedding.
     - reference: weights c P on every rank; activations of one layer, T c (4 h + 3 a + 3 k + 3 I), plus a logits chunk.
+      Sharded: weights c P / R plus the largest gathered part.
+    - reward_model: as the reference in its own dtype, with P as the critic's, and no logits.
     - rollout, tensor parallel t: weights c P / t; one layer's activations at vLLM's batch size plus sampled logits;
       KV cache as configured on CPU; on a GPU the least that serves: the longest sequence, 2 L k c / t bytes a token.
     - sync buckets: one bucket (at least the largest tensor) on both sides; ZeRO 3 gathers one layer or the embedding.
-    - reward: worker processes on the CPU, no devices.
+    - reward: worker processes of reward functions on the CPU, no devices.
     """
     pools = [_policy(config, shape)]
+    if needs_critic(config):
+        start = reward_shape if config.critic.model == "reward" else None
+        pools.append(_critic(config, critic_shape or start or shape))
     if needs_reference(config):
         pools.append(_reference(config, shape))
+    if config.reward.model is not None:
+        pools.append(_reward_model(config, reward_shape or shape))
     pools.append(_rollout(config, shape, device))
-    pools.append(PoolNeeds("reward", config.reward.workers, 0, DeviceBytes()))
+    if config.reward.functions:
+        pools.append(PoolNeeds("reward", config.reward.workers, 0, DeviceBytes()))
     return Needs(device, tuple(pools))
 
 
+def _bytes_of(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else FLOAT32
+
+
 def _itemsize(config: Config) -> int:
-    return 2 if config.model.dtype == "bfloat16" else FLOAT32
+    return _bytes_of(config.model.dtype)
 
 
 def _longest(config: Config) -> int:
@@ -140,38 +165,112 @@ def _logits(shape: ModelShape, tokens: int) -> int:
     return LOGIT_ARRAYS * FLOAT32 * min(LOGIT_CHUNK, tokens * shape.vocab)
 
 
+def _tokens(config: Config, cap: int) -> int:
+    """Tokens of the largest micro-batch: a sequence longer than the cap stands alone."""
+    return max(cap, _longest(config))
+
+
+def _gathered(shape: ModelShape, item: int) -> int:
+    """The largest part of a sharded model that is whole at a time."""
+    return item * max(shape.layer_parameters, shape.embedding_parameters)
+
+
+def _with_scalar_head(shape: ModelShape) -> int:
+    """Parameters of a model that has one output for each token in place of logits."""
+    return shape.parameters - (0 if shape.tied else shape.embedding_parameters) + shape.hidden
+
+
 def _policy(config: Config, shape: ModelShape) -> PoolNeeds:
-    policy, item, count = config.policy, _itemsize(config), shape.parameters
-    query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    tokens = max(policy.max_tokens_per_microbatch, _longest(config))
-    per_layer = 2 * (FLOAT32 + item) * shape.hidden
-    per_layer += item * (2 * shape.hidden + 3 * query + 3 * keys + 4 * shape.intermediate)
+    policy, item = config.policy, _itemsize(config)
+    tokens = _tokens(config, policy.max_tokens_per_microbatch)
     head_gradient = FLOAT32 * shape.embedding_parameters
-    gathered = item * max(shape.layer_parameters, shape.embedding_parameters) if policy.zero_stage == 3 else 0
+    gathered = _gathered(shape, item) if policy.zero_stage == 3 else 0
+    weights, gradients, optimizer = _states(policy, item, shape.parameters)
     return PoolNeeds(
         "policy",
         policy.ranks,
         1,
         DeviceBytes(
-            weights=_share(item * count, policy.ranks if policy.zero_stage == 3 else 1),
-            gradients=_share(FLOAT32 * count, policy.ranks if policy.zero_stage >= 2 else 1),
-            optimizer=_share(OPTIMIZER_BYTES * count, policy.ranks),
-            activations=tokens * shape.layers * per_layer + _logits(shape, tokens) + head_gradient,
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=_training_layers(shape, item, tokens) + _logits(shape, tokens) + head_gradient,
             sync_buckets=_bucket(config, shape) + gathered,
         ),
     )
 
 
-def _forward_layer(config: Config, shape: ModelShape, tokens: int) -> int:
+def _critic(config: Config, shape: ModelShape) -> PoolNeeds:
+    critic, item = config.critic, _itemsize(config)
+    tokens = _tokens(config, critic.max_tokens_per_microbatch)
+    weights, gradients, optimizer = _states(critic, item, _with_scalar_head(shape))
+    return PoolNeeds(
+        "critic",
+        critic.ranks,
+        1,
+        DeviceBytes(
+            weights=weights + (_gathered(shape, item) if critic.zero_stage == 3 else 0),
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=_training_layers(shape, item, tokens),
+        ),
+    )
+
+
+def _states(learner: LearnerConfig, item: int, count: int) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and optimizer on one rank of a learner with `count` parameters."""
+    return (
+        _share(item * count, learner.ranks if learner.zero_stage == 3 else 1),
+        _share(FLOAT32 * count, learner.ranks if learner.zero_stage >= 2 else 1),
+        _share(OPTIMIZER_BYTES * count, learner.ranks),
+    )
+
+
+def _training_layers(shape: ModelShape, item: int, tokens: int) -> int:
     query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return tokens * _itemsize(config) * (4 * shape.hidden + 3 * query + 3 * keys + 3 * shape.intermediate)
+    per_layer = 2 * (FLOAT32 + item) * shape.hidden
+    per_layer += item * (2 * shape.hidden + 3 * query + 3 * keys + 4 * shape.intermediate)
+    return tokens * shape.layers * per_layer
+
+
+def _forward_layer(shape: ModelShape, item: int, tokens: int) -> int:
+    query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return tokens * item * (4 * shape.hidden + 3 * query + 3 * keys + 3 * shape.intermediate)
+
+
+def _frozen_weights(shape: ModelShape, item: int, count: int, shards: int) -> int:
+    """Bytes of `count` parameters on one of so many shards; 1 is a whole copy."""
+    return _share(item * count, shards) + (_gathered(shape, item) if shards > 1 else 0)
 
 
 def _reference(config: Config, shape: ModelShape) -> PoolNeeds:
-    tokens = max(config.policy.max_tokens_per_microbatch, _longest(config))
-    activations = _forward_layer(config, shape, tokens) + _logits(shape, tokens)
-    weights = _itemsize(config) * shape.parameters
-    return PoolNeeds("reference", config.reference.ranks, 1, DeviceBytes(weights=weights, activations=activations))
+    reference, item = config.reference, _itemsize(config)
+    tokens = _tokens(config, config.policy.max_tokens_per_microbatch)
+    return PoolNeeds(
+        "reference",
+        reference.ranks,
+        1,
+        DeviceBytes(
+            weights=_frozen_weights(shape, item, shape.parameters, reference.ranks if reference.sharded else 1),
+            activations=_forward_layer(shape, item, tokens) + _logits(shape, tokens),
+        ),
+    )
+
+
+def _reward_model(config: Config, shape: ModelShape) -> PoolNeeds:
+    model = config.reward.model
+    assert model is not None  # asked for only where there is one
+    item = _bytes_of(model.dtype)
+    tokens = _tokens(config, config.policy.max_tokens_per_microbatch)
+    return PoolNeeds(
+        "reward_model",
+        model.ranks,
+        1,
+        DeviceBytes(
+            weights=_frozen_weights(shape, item, _with_scalar_head(shape), model.ranks if model.sharded else 1),
+            activations=_forward_layer(shape, item, tokens),
+        ),
+    )
 
 
 def _rollout(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
@@ -185,7 +284,7 @@ def _rollout(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
         * shape.vocab
         * min(ENGINE_BATCH_SEQUENCES, -(-rollout.prompts_per_step * rollout.samples_per_prompt // rollout.engines))
     )
-    activations = _forward_layer(config, shape, max(ENGINE_BATCH_TOKENS, _longest(config)))
+    activations = _forward_layer(shape, item, max(ENGINE_BATCH_TOKENS, _longest(config)))
     return PoolNeeds(
         "rollout",
         rollout.engines,

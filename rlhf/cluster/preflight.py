@@ -150,7 +150,13 @@ def _by_pool(needs: Needs, noun: str) -> str:
 
 
 def _knobs(needs: Needs) -> str:
-    keys = {"policy": "policy.ranks", "reference": "reference.ranks", "rollout": "rollout.engines"}
+    keys = {
+        "policy": "policy.ranks",
+        "critic": "critic.ranks",
+        "reference": "reference.ranks",
+        "reward_model": "reward.model.ranks",
+        "rollout": "rollout.engines",
+    }
     names = [keys[pool.pool] for pool in needs.pools if pool.units > 1 and pool.pool in keys]
     if any(pool.devices_per_unit > 1 for pool in needs.pools):
         names.append("rollout.tensor_parallel")
@@ -183,6 +189,9 @@ def _gpu_reason(pool: PoolNeeds, gpu_bytes: int | None, share: float) -> str | N
         return None
     remedy = {
         "policy": "Raise policy.ranks with policy.zero_stage 3, or lower policy.max_tokens_per_microbatch",
+        "critic": "Raise critic.ranks with critic.zero_stage 3, or lower critic.max_tokens_per_microbatch",
+        "reference": "Set reference.sharded with more reference.ranks, or lower policy.max_tokens_per_microbatch",
+        "reward_model": "Set reward.model.sharded with more reward.model.ranks, or use a smaller reward model",
         "rollout": "Raise rollout.tensor_parallel or rollout.gpu_memory_utilization",
     }.get(pool.pool, "Lower policy.max_tokens_per_microbatch, or use a smaller model")
     limit = size(int(gpu_bytes * share)) + (f" ({share:g} of {size(gpu_bytes)})" if share < 1 else "")

@@ -24,7 +24,7 @@ import psutil
 
 from rlhf.cluster import supervision
 from rlhf.cluster.agent import Agents
-from rlhf.cluster.model_shape import ModelShape
+from rlhf.cluster.model_shape import ModelShapes
 from rlhf.cluster.needs import Needs, needs
 from rlhf.cluster.placement import Placement
 from rlhf.cluster.preflight import Node, Refused, Resources, local_resources, preflight, resolve_device
@@ -121,7 +121,7 @@ class Session:
 
 
 def open_session(
-    config: Config, shape: ModelShape, *, address: str | None = None, say: Callable[[str], None] = log.info
+    config: Config, shapes: ModelShapes, *, address: str | None = None, say: Callable[[str], None] = log.info
 ) -> Session:
     """Join the cluster at `address` or `RAY_ADDRESS`, or start one; compare needs with it first.
 
@@ -132,18 +132,20 @@ def open_session(
     address = address or os.environ.get("RAY_ADDRESS") or None
     if ray.is_initialized():
         raise Refused("this process is connected to Ray already; call ray.shutdown() first, or give the address")
-    session = _join(config, shape, address) if address else _start(config, shape)
+    session = _join(config, shapes, address) if address else _start(config, shapes)
     with_what = f"needs {session.needs.devices} {'CPU slots' if session.needs.device == 'cpu' else 'GPUs'}"
     deed = "started a Ray cluster on this machine" if session.owned else f"joined the Ray cluster at {session.address}"
     say(f"{deed}: {session.resources}; the run {with_what}")
     return session
 
 
-def _start(config: Config, shape: ModelShape) -> Session:
+def _start(config: Config, shapes: ModelShapes) -> Session:
     import ray
 
     resources = local_resources()
-    needed = needs(config, shape, resolve_device(config.placement.device, resources))
+    needed = needs(
+        config, shapes.policy, resolve_device(config.placement.device, resources), shapes.critic, shapes.reward
+    )
     preflight(needed, resources, config.rollout.gpu_memory_utilization)
     units = sum(pool.units for pool in needed.pools)
     slots = max(needed.devices if needed.device == "cpu" else units, resources.cpus)
@@ -164,7 +166,7 @@ def _start(config: Config, shape: ModelShape) -> Session:
         raise
 
 
-def _join(config: Config, shape: ModelShape, address: str) -> Session:
+def _join(config: Config, shapes: ModelShapes, address: str) -> Session:
     import ray
 
     if address.startswith("ray://"):
@@ -178,7 +180,9 @@ def _join(config: Config, shape: ModelShape, address: str) -> Session:
         raise Refused(f"can't join the Ray cluster at {address}: {error}") from error
     try:
         resources = _cluster_resources()
-        needed = needs(config, shape, resolve_device(config.placement.device, resources))
+        needed = needs(
+            config, shapes.policy, resolve_device(config.placement.device, resources), shapes.critic, shapes.reward
+        )
         preflight(needed, resources, config.rollout.gpu_memory_utilization)
         return Session(needed, resources, address, False, [])
     except BaseException:

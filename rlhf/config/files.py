@@ -1,4 +1,4 @@
-"""What a configuration points to on disk: that it exists, that the model fits, and absolute paths for the workers.
+"""What a configuration points to on disk: that it exists, that the models fit, and absolute paths for the workers.
 
 Relative paths are relative to the folder that the command is started in. They are made absolute here, once, before
 any worker starts: workers have other working directories, and a path that means something else there would read the
@@ -10,22 +10,26 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+from rlhf.config.catalogue import needs_critic
+from rlhf.config.checkpoints import CLASSIFIER, check_reward_checkpoint, compare_tokenizers
 from rlhf.config.problems import Problem
 from rlhf.config.schema import Config, JsonlPrompts, PromptSource
 from rlhf.config.suggest import nearest
 
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")
+# Values of critic.model that stand for the checkpoint of another role.
+_CRITIC_FROM = ("policy", "reward")
 _QUICKSTART_MODEL = "smollm2-135m-instruct"
 # Where Ray unpacks an uploaded working directory; it is deleted with the job.
 _UPLOAD = "/runtime_resources/working_dir_files/"
 
 
 def is_model_folder(path: str) -> bool:
-    """Whether `model.path` means a folder; otherwise it is a hub name, `organisation/name`."""
+    """Whether a model's path means a folder; otherwise it is a hub name, `organisation/name`."""
     if path.startswith((".", "/", "~")) or not _HUB_NAME.match(path):
         return True
     parent = path.split("/")[0]
@@ -36,14 +40,21 @@ def resolve_paths(config: Config) -> Config:
     """The same configuration with every path absolute."""
     run = config.run.model_copy(update={"dir": _absolute(config.run.dir)})
     update: dict[str, Any] = {"run": run}
-    if is_model_folder(config.model.path):
-        update["model"] = config.model.model_copy(update={"path": str(_absolute(config.model.path))})
+    update["model"] = config.model.model_copy(update={"path": _resolve_model(config.model.path)})
+    if config.critic.model not in _CRITIC_FROM:
+        update["critic"] = config.critic.model_copy(update={"model": _resolve_model(config.critic.model)})
     update["data"] = config.data.model_copy(update={"prompts": _resolve_prompts(config.data.prompts)})
     if config.evaluation is not None:
         prompts = _resolve_prompts(config.evaluation.prompts)
         update["evaluation"] = config.evaluation.model_copy(update={"prompts": prompts})
     functions = [f.model_copy(update={"name": _resolve_function(f.name)}) for f in config.reward.functions]
-    update["reward"] = config.reward.model_copy(update={"functions": functions})
+    model = config.reward.model
+    if model is not None:
+        model = model.model_copy(update={"path": _resolve_model(model.path)})
+    update["reward"] = config.reward.model_copy(update={"functions": functions, "model": model})
+    names = {"advantage": config.algorithm.advantage, "loss": config.algorithm.loss}
+    resolved = {key: _resolve_function(name) for key, name in names.items()}
+    update["algorithm"] = config.algorithm.model_copy(update=resolved)
     return config.model_copy(update=update)
 
 
@@ -52,9 +63,11 @@ def check_files(config: Config) -> list[Problem]:
     found: list[Problem] = []
     for key, check in (
         ("run.dir", _run_folder),
-        ("model.path", _model),
+        ("model.path", _policy),
+        ("reward.model.path", _reward_model),
+        ("critic.model", _critic),
         ("data.prompts.path", _prompt_files),
-        ("reward.functions", _reward_files),
+        ("reward.functions", _function_files),
     ):
         try:
             found += check(config)
@@ -80,30 +93,64 @@ def _run_folder(config: Config) -> Iterator[Problem]:
         yield Problem("run.dir", f"run folders can't be made here: {existing} {reason}", str(config.run.dir))
 
 
-def _model(config: Config) -> Iterator[Problem]:
-    if not is_model_folder(config.model.path):
+def _policy(config: Config) -> Iterator[Problem]:
+    model = yield from _settings("model.path", config.model.path)
+    if model is not None:
+        yield from _heads(config, model)
+        yield from _context(config, "model.path", model)
+
+
+def _reward_model(config: Config) -> Iterator[Problem]:
+    if config.reward.model is not None:
+        yield from _scoring_model(config, "reward.model.path", config.reward.model.path)
+
+
+def _critic(config: Config) -> Iterator[Problem]:
+    if needs_critic(config) and config.critic.model not in _CRITIC_FROM:
+        yield from _scoring_model(config, "critic.model", config.critic.model)
+
+
+def _scoring_model(config: Config, key: str, path: str) -> Iterator[Problem]:
+    """A model that reads the ids that the policy sampled: a reward model, or a critic, which may start from one."""
+    model = yield from _settings(key, path)
+    if model is None:
         return
-    folder = _absolute(config.model.path)
-    if not (folder / "config.json").is_file():
+    folder = str(_absolute(path))
+    has_head = key == "reward.model.path" or any(str(name).endswith(CLASSIFIER) for name in model["architectures"])
+    wrong = [check_reward_checkpoint(folder)] if has_head else []
+    if is_model_folder(config.model.path):
+        wrong.append(compare_tokenizers(folder, str(_absolute(config.model.path))))
+    yield from (Problem(key, what, path) for what in wrong if what is not None)
+    yield from _context(config, key, model)
+
+
+def _settings(key: str, path: str) -> Generator[Problem, None, dict[str, Any] | None]:
+    """What `config.json` of a model folder says; None, and what is wrong, where there is none. A hub name passes."""
+    if not is_model_folder(path):
+        return None
+    folder = _absolute(path)
+    file = folder / "config.json"
+    if not file.is_file():
         what = f"{folder} has no config.json" if folder.is_dir() else f"no such folder: {folder}"
+        near = nearest(path, _CRITIC_FROM) if key == "critic.model" else None
         if folder.name == _QUICKSTART_MODEL:
             hint = "Run `bash scripts/quickstart.sh`, or `python scripts/prepare_model.py`, to make it"
+        elif near is not None:
+            hint = f"Did you mean {near}?"
         else:
             hint = "A hub name is written organisation/name, such as Qwen/Qwen2.5-1.5B-Instruct"
-        yield Problem("model.path", what, config.model.path, hint)
-        return
+        yield Problem(key, what, path, hint)
+        return None
     try:
-        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        model = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        yield Problem("model.path", f"{folder / 'config.json'} can't be read: {error}", config.model.path)
-        return
-    if isinstance(model, dict):
-        model = model.get("text_config", model)
-    if not isinstance(model, dict):
-        yield Problem("model.path", f"{folder / 'config.json'} is not an object of settings", config.model.path)
-        return
-    yield from _heads(config, model)
-    yield from _context(config, model)
+        yield Problem(key, f"{file} can't be read: {error}", path)
+        return None
+    text = model.get("text_config", model) if isinstance(model, dict) else None
+    if not isinstance(text, dict):
+        yield Problem(key, f"{file} is not an object of settings", path)
+        return None
+    return {**text, "architectures": model.get("architectures") or []}
 
 
 def _heads(config: Config, model: dict[str, Any]) -> Iterator[Problem]:
@@ -123,14 +170,14 @@ def _heads(config: Config, model: dict[str, Any]) -> Iterator[Problem]:
         )
 
 
-def _context(config: Config, model: dict[str, Any]) -> Iterator[Problem]:
+def _context(config: Config, key: str, model: dict[str, Any]) -> Iterator[Problem]:
     limit = model.get("max_position_embeddings")
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if isinstance(limit, int) and longest > limit:
         yield Problem(
             "rollout.max_new_tokens",
             f"data.max_prompt_tokens {config.data.max_prompt_tokens} + rollout.max_new_tokens "
-            f"{config.rollout.max_new_tokens} = {longest} tokens, and the model was made for at most {limit}",
+            f"{config.rollout.max_new_tokens} = {longest} tokens, and the model of {key} was made for at most {limit}",
             config.rollout.max_new_tokens,
             "Lower one of them",
         )
@@ -145,13 +192,13 @@ def _prompt_files(config: Config) -> Iterator[Problem]:
                 yield Problem(f"{section}.prompts.path", _missing(path), str(prompts.path), _near(path))
 
 
-def _reward_files(config: Config) -> Iterator[Problem]:
-    for index, function in enumerate(config.reward.functions):
-        file = _function_file(function.name)
+def _function_files(config: Config) -> Iterator[Problem]:
+    named = {f"reward.functions.{index}.name": f.name for index, f in enumerate(config.reward.functions)}
+    named |= {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}
+    for key, name in named.items():
+        file = _function_file(name)
         if file is not None and not _absolute(file).is_file():
-            yield Problem(
-                f"reward.functions.{index}.name", _missing(_absolute(file)), function.name, _near(_absolute(file))
-            )
+            yield Problem(key, _missing(_absolute(file)), name, _near(_absolute(file)))
 
 
 def _missing(path: Path) -> str:
@@ -165,7 +212,7 @@ def _near(path: Path) -> str:
 
 
 def _function_file(name: str) -> str | None:
-    """The file of a reward function `path/to/file.py:function`."""
+    """The file of a function that is named `path/to/file.py:function`."""
     file, colon, _ = name.rpartition(":")
     return file if colon and file.endswith(".py") else None
 
@@ -173,6 +220,10 @@ def _function_file(name: str) -> str | None:
 def _resolve_function(name: str) -> str:
     file = _function_file(name)
     return name if file is None else f"{_absolute(file)}:{name.rpartition(':')[2]}"
+
+
+def _resolve_model(path: str) -> str:
+    return str(_absolute(path)) if is_model_folder(path) else path
 
 
 def _resolve_prompts(prompts: PromptSource) -> PromptSource:

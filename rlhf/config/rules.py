@@ -2,124 +2,26 @@
 
 Each rule is a small function from a valid configuration to the problems that it finds; its docstring is its entry in
 the documentation. A value is refused when it can't train, when it contradicts another, or when it was set to
-something that will not happen: nothing is switched or ignored in silence.
+something that will not happen: nothing is switched or ignored in silence. Those about algorithms stand in
+`rlhf.config.rules_algorithm`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
-from rlhf.config.catalogue import ADVANTAGES, BUILT_IN_REWARDS, needs_reference
-from rlhf.config.problems import ABSENT, Problem
-from rlhf.config.schema import Config, ReasoningGymPrompts, ReferenceConfig
+from rlhf.config.catalogue import BUILT_IN_REWARDS, needs_critic
+from rlhf.config.problems import Problem
+from rlhf.config.rules_algorithm import ALGORITHM_RULES
+from rlhf.config.rules_common import Rule, is_set, problem, unused
+from rlhf.config.schema import Config, LearnerConfig, ReasoningGymPrompts
 from rlhf.config.suggest import nearest
-
-Rule = Callable[[Config], Iterator[Problem]]
 
 
 def check(config: Config) -> list[Problem]:
     """Everything that the rules find wrong."""
-    return [problem for rule in RULES for problem in rule(config)]
-
-
-def sampling_can_be_trained_on(config: Config) -> Iterator[Problem]:
-    """Sampling has a temperature above 0, `top_p: 1.0` and `top_k: -1`.
-
-    A greedy sample has no probability to raise, and log-probs of a truncated distribution are not those that the
-    policy is trained with.
-    """
-    sampling = config.rollout.sampling
-    if sampling.temperature == 0:
-        yield _problem(
-            config,
-            "rollout.sampling.temperature",
-            "greedy samples can't be trained on: the samples of a group would all be equal, and log-probs at "
-            "temperature 0 don't exist",
-            "Use 1.0; held-out problems are answered greedily through evaluation.temperature",
-        )
-    truncated = "truncates the distribution that is sampled from, and training on it needs the same truncation there"
-    if sampling.top_p < 1:
-        yield _problem(config, "rollout.sampling.top_p", f"top-p {truncated}, which is not supported", "Use 1.0")
-    if sampling.top_k != -1:
-        yield _problem(config, "rollout.sampling.top_k", f"top-k {truncated}, which is not supported", "Use -1 (off)")
-
-
-def group_is_large_enough(config: Config) -> Iterator[Problem]:
-    """`rollout.samples_per_prompt` is at least the group size that the advantage estimator needs (grpo: 2)."""
-    estimator = ADVANTAGES[config.algorithm.advantage]
-    n = config.rollout.samples_per_prompt
-    if n < estimator.min_group_size:
-        yield _problem(
-            config,
-            "rollout.samples_per_prompt",
-            f"algorithm.advantage {estimator.name} compares the samples of one prompt with each other: with n = {n} "
-            f"every advantage is 0 and nothing is learned",
-            f"Use {estimator.min_group_size} or more, 8 is common",
-        )
-
-
-def kl_settings_have_an_effect(config: Config) -> Iterator[Problem]:
-    """A KL coefficient goes with a place for it: `where: none` with coefficient 0, anything else with one above 0."""
-    kl = config.algorithm.kl
-    if kl.where == "none" and kl.coefficient > 0:
-        yield _problem(
-            config,
-            "algorithm.kl.coefficient",
-            "has no effect while algorithm.kl.where is none",
-            "Set algorithm.kl.where: loss, or the coefficient to 0",
-        )
-    if kl.where == "none" and kl.estimator != type(kl)().estimator:
-        yield _problem(
-            config,
-            "algorithm.kl.estimator",
-            "has no effect while algorithm.kl.where is none",
-            "Set algorithm.kl.where: loss and a coefficient, or leave the estimator out",
-        )
-    if kl.where == "loss" and kl.estimator == "k1":
-        yield _problem(
-            config,
-            "algorithm.kl.estimator",
-            "the gradient of k1 is that of log pi alone, zero in expectation: in the loss it adds noise and no pull",
-            "Use k2 or k3",
-        )
-    if kl.where != "none" and kl.coefficient == 0:
-        yield _problem(
-            config,
-            "algorithm.kl.coefficient",
-            f"with coefficient 0, algorithm.kl.where {kl.where} has no effect but the cost of a reference model",
-            "Set a coefficient above 0, or algorithm.kl.where: none",
-        )
-
-
-def clip_has_an_effect(config: Config) -> Iterator[Problem]:
-    """`algorithm.clip` is set only where a batch makes several updates: in a single one the ratio is 1 throughout."""
-    policy = config.policy
-    if policy.epochs * policy.minibatches > 1:
-        return
-    for side in ("low", "high"):
-        if not _is_default(config.algorithm.clip, side):
-            yield _problem(
-                config,
-                f"algorithm.clip.{side}",
-                "has no effect with policy.epochs 1 and policy.minibatches 1: in the only update of a batch the ratio "
-                "is 1",
-                "Raise policy.epochs or policy.minibatches, or leave it out",
-            )
-
-
-def reference_is_needed(config: Config) -> Iterator[Problem]:
-    """`reference` is set only where something needs a reference model: KL with a coefficient above 0.
-
-    Its defaults may be restated anywhere.
-    """
-    if config.reference != ReferenceConfig() and not needs_reference(config):
-        yield _problem(
-            config,
-            "reference",
-            "has no effect: nothing in this run needs a reference model, so none is started",
-            "Leave the section out, or set algorithm.kl.where: loss and a coefficient above 0",
-        )
+    return [found for rule in RULES for found in rule(config)]
 
 
 def deterministic_is_possible(config: Config) -> Iterator[Problem]:
@@ -127,21 +29,21 @@ def deterministic_is_possible(config: Config) -> Iterator[Problem]:
     if not config.run.deterministic:
         return
     if config.model.dtype != "float32":
-        yield _problem(
+        yield problem(
             config,
             "model.dtype",
             "run.deterministic promises results that repeat bit for bit, and that is kept in float32 only",
             "Set model.dtype: float32, or run.deterministic: false",
         )
     if config.placement.device == "cuda":
-        yield _problem(
+        yield problem(
             config,
             "placement.device",
             "run.deterministic promises results that repeat bit for bit, and that is kept on CPU only",
             "Set placement.device: cpu, or run.deterministic: false",
         )
     if config.rollout.engines > 1:
-        yield _problem(
+        yield problem(
             config,
             "rollout.engines",
             "run.deterministic needs one engine: with several, timing decides which of them samples what",
@@ -150,38 +52,60 @@ def deterministic_is_possible(config: Config) -> Iterator[Problem]:
 
 
 def warmup_ends_before_the_run(config: Config) -> Iterator[Problem]:
-    """`policy.warmup_steps` is below `run.steps`."""
-    if config.policy.warmup_steps >= config.run.steps:
-        yield _problem(
-            config,
-            "policy.warmup_steps",
-            f"the warm-up would not end within run.steps = {config.run.steps}",
-            f"Use at most {config.run.steps - 1}",
-        )
+    """`policy.warmup_steps` and `critic.warmup_steps` are below `run.steps`."""
+    for name, learner in _learners(config):
+        if learner.warmup_steps >= config.run.steps:
+            yield problem(
+                config,
+                f"{name}.warmup_steps",
+                f"the warm-up would not end within run.steps = {config.run.steps}",
+                f"Use at most {config.run.steps - 1}",
+            )
 
 
 def every_update_has_samples(config: Config) -> Iterator[Problem]:
-    """Each update has at least one sample for every rank.
+    """Each update of policy and critic has at least one sample for every rank.
 
     An update gets prompts_per_step x samples_per_prompt / minibatches samples.
     """
-    rollout, policy = config.rollout, config.policy
+    rollout = config.rollout
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
-    if samples < policy.minibatches * policy.ranks:
-        yield _problem(
-            config,
-            "policy.minibatches" if policy.minibatches > 1 else "policy.ranks",
-            f"a step has {rollout.prompts_per_step} x {rollout.samples_per_prompt} = {samples} samples, and "
-            f"policy.minibatches {policy.minibatches} x policy.ranks {policy.ranks} = "
-            f"{policy.minibatches * policy.ranks} parts of at least one sample don't come out of it",
-            "Lower policy.minibatches or policy.ranks, or sample more",
-        )
+    for name, learner in _learners(config):
+        parts = learner.minibatches * learner.ranks
+        if samples < parts:
+            yield problem(
+                config,
+                f"{name}.minibatches" if learner.minibatches > 1 else f"{name}.ranks",
+                f"a step has {rollout.prompts_per_step} x {rollout.samples_per_prompt} = {samples} samples, and "
+                f"{name}.minibatches {learner.minibatches} x {name}.ranks {learner.ranks} = {parts} parts of at least "
+                "one sample don't come out of it",
+                f"Lower {name}.minibatches or {name}.ranks, or sample more",
+            )
+
+
+def _learners(config: Config) -> Iterator[tuple[str, LearnerConfig]]:
+    """The learners that the run starts; of a critic that isn't, `critic_is_needed` refuses every setting."""
+    yield "policy", config.policy
+    if needs_critic(config):
+        yield "critic", config.critic
+
+
+def sharding_has_several_ranks(config: Config) -> Iterator[Problem]:
+    """`reference.sharded` and `reward.model.sharded` need several ranks: on one there is nothing to shard over."""
+    for key, section in (("reference", config.reference), ("reward.model", config.reward.model)):
+        if section is not None and section.sharded and section.ranks == 1:
+            yield problem(
+                config,
+                f"{key}.sharded",
+                f"has no effect while {key}.ranks is 1",
+                f"Raise {key}.ranks, or leave it out",
+            )
 
 
 def transport_fits_the_device(config: Config) -> Iterator[Problem]:
     """`weights.transport: nccl` needs GPUs."""
     if config.placement.device == "cpu" and config.weights.transport == "nccl":
-        yield _problem(config, "weights.transport", "nccl needs GPUs, and placement.device is cpu", "Use auto, or gloo")
+        yield problem(config, "weights.transport", "nccl needs GPUs, and placement.device is cpu", "Use auto, or gloo")
 
 
 def memory_settings_fit_the_device(config: Config) -> Iterator[Problem]:
@@ -192,14 +116,14 @@ def memory_settings_fit_the_device(config: Config) -> Iterator[Problem]:
     device = config.placement.device
     settable = {"cpu": "gpu_memory_utilization", "cuda": "kv_cache_bytes"}
     key = settable.get(device)
-    if key is not None and key in config.rollout.model_fields_set and not _is_default(config.rollout, key):
-        yield _problem(config, f"rollout.{key}", f"has no effect while placement.device is {device}", "Leave it out")
+    if key is not None and is_set(config.rollout, key):
+        yield problem(config, f"rollout.{key}", f"has no effect while placement.device is {device}", "Leave it out")
 
 
 def system_prompt_has_a_template(config: Config) -> Iterator[Problem]:
     """`data.system_prompt` needs `data.chat_template: true`."""
     if config.data.system_prompt is not None and not config.data.chat_template:
-        yield _problem(
+        yield problem(
             config,
             "data.system_prompt",
             "has no effect while data.chat_template is false: only a chat template has a place for it",
@@ -213,7 +137,7 @@ def problem_options_stand_once(config: Config) -> Iterator[Problem]:
         prompts = getattr(getattr(config, section), "prompts", None)
         if isinstance(prompts, ReasoningGymPrompts):
             for name in {"size", "seed"} & prompts.options.keys():
-                yield _problem(
+                yield problem(
                     config,
                     f"{section}.prompts.options.{name}",
                     "is a key of its own and not an option of the task",
@@ -233,7 +157,7 @@ def reward_functions_exist(config: Config) -> Iterator[Problem]:
             continue
         near = nearest(function.name, BUILT_IN_REWARDS, cutoff=0.82)
         if near is not None or not function.name.isidentifier():
-            yield _problem(
+            yield problem(
                 config,
                 f"reward.functions.{index}.name",
                 f"must be a built-in ({', '.join(BUILT_IN_REWARDS)}), module:function or path/to/file.py:function",
@@ -247,7 +171,7 @@ def reward_functions_fit_the_data(config: Config) -> Iterator[Problem]:
         for section in ("data", "evaluation"):
             prompts = getattr(getattr(config, section), "prompts", None)
             if function.name == "reasoning_gym" and prompts is not None and prompts.source != "reasoning_gym":
-                yield _problem(
+                yield problem(
                     config,
                     f"reward.functions.{index}.name",
                     f"reasoning_gym scores its own problems only, and {section}.prompts.source is {prompts.source}",
@@ -256,22 +180,59 @@ def reward_functions_fit_the_data(config: Config) -> Iterator[Problem]:
 
 
 def some_reward_trains(config: Config) -> Iterator[Problem]:
-    """At least one reward function has a weight other than 0."""
-    if all(function.weight == 0 for function in config.reward.functions):
-        yield _problem(
+    """There is at least one reward function or a reward model, and one of them has a weight other than 0."""
+    reward = config.reward
+    weights = [source.weight for source in (*reward.functions, reward.model) if source is not None]
+    if not weights:
+        yield problem(
             config,
             "reward.functions",
+            "there is neither a reward function nor a reward model, so nothing is learned",
+            f"Set reward.functions (built-in: {', '.join(BUILT_IN_REWARDS)}), or reward.model.path",
+        )
+    elif not any(weights):
+        yield problem(
+            config,
+            "reward.functions" if reward.functions else "reward.model.weight",
             "every weight is 0, so every reward is 0 and nothing is learned",
-            "Give at least one function another weight",
+            "Give at least one function or the reward model another weight",
+        )
+
+
+def reward_workers_have_functions(config: Config) -> Iterator[Problem]:
+    """`reward.workers` and `reward.timeout_s` are set only where there are reward functions."""
+    if not config.reward.functions:
+        keys = ["reward.workers", "reward.timeout_s"]
+        yield from unused(
+            config,
+            keys,
+            "without reward functions",
+            "Leave it out; a reward model has reward.model.ranks and deadline_s",
+        )
+
+
+def overlong_punishment_fits(config: Config) -> Iterator[Problem]:
+    """`overlong_buffer` is at most `rollout.max_new_tokens`, and `overlong_penalty` needs a buffer."""
+    shaping, longest = config.reward.shaping, config.rollout.max_new_tokens
+    if shaping.overlong_buffer > longest:
+        yield problem(
+            config,
+            "reward.shaping.overlong_buffer",
+            f"the penalty grows over that many tokens, and rollout.max_new_tokens is {longest}",
+            f"Use at most {longest}",
+        )
+    if shaping.overlong_buffer == 0:
+        yield from unused(
+            config,
+            ["reward.shaping.overlong_penalty"],
+            "while reward.shaping.overlong_buffer is 0",
+            "Set the number of tokens over which it grows, or leave it out",
         )
 
 
 RULES: tuple[Rule, ...] = (
-    sampling_can_be_trained_on,
-    group_is_large_enough,
-    kl_settings_have_an_effect,
-    clip_has_an_effect,
-    reference_is_needed,
+    *ALGORITHM_RULES,
+    sharding_has_several_ranks,
     deterministic_is_possible,
     warmup_ends_before_the_run,
     every_update_has_samples,
@@ -282,6 +243,8 @@ RULES: tuple[Rule, ...] = (
     reward_functions_exist,
     reward_functions_fit_the_data,
     some_reward_trains,
+    reward_workers_have_functions,
+    overlong_punishment_fits,
 )
 
 
@@ -289,14 +252,3 @@ def device_problems(config: Config, device: Literal["cpu", "cuda"]) -> list[Prob
     """What doesn't go with the device that `placement.device: auto` has come to."""
     resolved = config.model_copy(update={"placement": config.placement.model_copy(update={"device": device})})
     return [*deterministic_is_possible(resolved), *transport_fits_the_device(resolved)]
-
-
-def _is_default(section: Any, key: str) -> bool:
-    return bool(getattr(section, key) == type(section).model_fields[key].default)
-
-
-def _problem(config: Config, key: str, rule: str, hint: str) -> Problem:
-    value: Any = config
-    for part in key.split("."):
-        value = value[int(part)] if part.isdigit() else value[part] if isinstance(value, dict) else getattr(value, part)
-    return Problem(key, rule, ABSENT if not isinstance(value, str | int | float) else value, hint)

@@ -128,8 +128,15 @@ class SamplingConfig(Section):
     temperature: NonNegativeFloat = Field(
         default=1.0, description="Sampling temperature; log-probs everywhere are at this temperature."
     )
-    top_p: Fraction = Field(default=1.0, description="Nucleus sampling; only 1.0 can be trained on.")
-    top_k: Integer = Field(default=-1, ge=-1, description="Top-k sampling; only -1 (off) can be trained on.")
+    top_p: Fraction = Field(
+        default=1.0, description="Nucleus sampling. Below 1 it needs `top_k`, which bounds the mask that is replayed."
+    )
+    top_k: Integer = Field(
+        default=-1,
+        ge=-1,
+        le=1024,
+        description="Top-k sampling; -1 is off. The engine's choice is replayed in training.",
+    )
     stop: list[NonEmptyText] = Field(
         default_factory=list, description="Strings that end a response. Their tokens stay part of what is trained on."
     )
@@ -143,6 +150,9 @@ class RolloutConfig(Section):
     prompts_per_step: PositiveInt = Field(default=8, description="Prompts (groups) per step.")
     samples_per_prompt: PositiveInt = Field(default=8, description="Responses sampled for each prompt: the group size.")
     max_new_tokens: PositiveInt = Field(default=24, description="Longest response, in tokens.")
+    min_new_tokens: NonNegativeInt = Field(
+        default=0, description="Shortest response: before it, tokens that end a response can't be sampled."
+    )
     deadline_s: PositiveFloat = Field(default=600, description="Deadline of one request, seconds.")
     kv_cache_bytes: PositiveInt = Field(
         default=1 << 30, description="KV cache on each of an engine's devices, on CPU, bytes."
@@ -154,35 +164,131 @@ class RolloutConfig(Section):
 
 
 class ClipConfig(Section):
-    """The trust region of the PPO loss: the ratio is clipped to [1 - low, 1 + high]."""
+    """The trust region of the clipped losses: the ratio is clipped to [1 - low, 1 + high]."""
 
     low: NonNegativeFloat = Field(default=0.2, description="How far the ratio may fall below 1.")
     high: NonNegativeFloat = Field(default=0.2, description="How far the ratio may rise above 1.")
+    dual: Annotated[float, Field(gt=1, allow_inf_nan=False), _Number] | None = Field(
+        default=None,
+        description="Dual clip: for negative advantages the loss counts at most this multiple of the advantage; 3 is "
+        "common. Off when absent.",
+    )
+
+
+class SapoConfig(Section):
+    """Temperatures of the soft gate of SAPO: the higher, the faster the gradient fades as the ratio leaves 1."""
+
+    positive: PositiveFloat = Field(default=1.0, description="For positive advantages.")
+    negative: PositiveFloat = Field(default=1.05, description="For negative advantages.")
+
+
+class DppoConfig(Section):
+    """The trust region of DPPO, on the divergence of the two policies instead of their ratio."""
+
+    divergence: Literal["tv", "kl"] = Field(
+        default="tv", description="Total variation or KL, of the sampled token against all others (binary)."
+    )
+    threshold: PositiveFloat = Field(
+        default=0.15, description="Divergence beyond which a token that moves further away is left out."
+    )
 
 
 class KLConfig(Section):
     """KL divergence from the reference model."""
 
-    where: Literal["none", "loss"] = Field(default="none", description="Add KL to the loss, or nowhere.")
-    estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Estimator, by Schulman's names.")
-    coefficient: NonNegativeFloat = Field(default=0.0, description="Factor of the KL term.")
+    where: Literal["none", "reward", "loss"] = Field(
+        default="none", description="Subtract KL from the reward of each token, add it to the loss, or neither."
+    )
+    estimator: Literal["k1", "k2", "k3", "abs"] = Field(
+        default="k3", description="Estimator, by Schulman's names; `abs` is the absolute log-ratio."
+    )
+    coefficient: NonNegativeFloat = Field(
+        default=0.0, description="Factor of the KL term; where it starts if adaptive."
+    )
+    unbiased: bool = Field(
+        default=False,
+        description="In the loss: weight the estimate with the ratio to the sampling policy, which makes the gradient "
+        "that of the KL itself.",
+    )
+    controller: Literal["fixed", "adaptive"] = Field(
+        default="fixed", description="adaptive: the coefficient follows the measured KL towards `target`."
+    )
+    target: PositiveFloat = Field(default=0.1, description="KL that the adaptive controller aims at, nats per token.")
+    horizon: PositiveFloat = Field(
+        default=10000, description="Samples over which the adaptive controller corrects its error; larger is slower."
+    )
+
+
+class CorrectionConfig(Section):
+    """Weights for samples whose engine did not sample from quite the policy that is trained.
+
+    The ratio is that of the trainer's log-probs before the first update to the engine's, of the same tokens.
+    """
+
+    method: Literal[
+        "none",
+        "token_truncate",
+        "token_mask",
+        "sequence_truncate",
+        "sequence_mask",
+        "geometric_mask",
+        "decoupled",
+    ] = Field(
+        default="token_truncate",
+        description="token_truncate: the token's ratio, at most `high` (TIS). token_mask: the ratio, and 0 outside "
+        "[low, high] (IcePop). sequence_truncate, sequence_mask: the same with the product over the response. "
+        "geometric_mask: 1 where the geometric mean over the response is within [low, high], else 0. decoupled: "
+        "decoupled PPO, the ratio, and 0 above `high`.",
+    )
+    low: NonNegativeFloat = Field(default=0.5, description="Lower bound of the masking methods.")
+    high: PositiveFloat = Field(default=2.0, description="Upper bound.")
 
 
 class AlgorithmConfig(Section):
     """Which advantage, loss and aggregation."""
 
-    advantage: Literal["grpo"] = Field(default="grpo", description="Advantage estimator.")
-    loss: Literal["ppo"] = Field(default="ppo", description="Policy loss.")
+    advantage: NonEmptyText = Field(
+        default="grpo",
+        description="Advantage estimator: `gae`, `grpo`, `dr_grpo`, `rloo`, `reinforce`, `reinforce_plus_plus`, "
+        "`reinforce_plus_plus_baseline`, `remax`, `opo`, `maxrl`, a registered name, or `module:function`.",
+    )
+    normalize: Literal["group", "batch", "none"] = Field(
+        default="group", description="What grpo divides by: standard deviation of the group, of the batch, or nothing."
+    )
+    gamma: Fraction = Field(default=1.0, description="Discount per token, for estimators with returns per token.")
+    gae_lambda: Fraction = Field(default=0.95, description="Lambda of gae.")
+    whiten: bool = Field(
+        default=True, description="gae: scale the batch's advantages to mean 0 and standard deviation 1."
+    )
+    loss: NonEmptyText = Field(
+        default="ppo",
+        description="Policy loss: `ppo`, `gspo`, `cispo`, `sapo`, `reinforce`, `dppo`, a registered name, or "
+        "`module:function`.",
+    )
     clip: ClipConfig = Field(default_factory=ClipConfig)
+    sapo: SapoConfig = Field(default_factory=SapoConfig)
+    dppo: DppoConfig = Field(default_factory=DppoConfig)
     aggregation: Literal["token_mean", "sequence_mean", "sequence_mean_token_mean", "constant"] = Field(
         default="token_mean",
         description="How per-token losses become one number; one global denominator per optimizer step.",
     )
     kl: KLConfig = Field(default_factory=KLConfig)
+    correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
+    old_logprobs: Literal["auto", "recompute", "engine"] = Field(
+        default="auto",
+        description="Log-probs that ratios start from: the trainer's own, recomputed before the first update (auto "
+        "leaves the pass out where the only update of a batch makes the ratio 1), or the engine's.",
+    )
+    entropy_coefficient: NonNegativeFloat = Field(
+        default=0.0, description="Factor of the entropy bonus, over the full distribution at the temperature."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Settings for advantage estimators and losses of your own."
+    )
 
 
-class PolicyConfig(Section):
-    """The learner that trains the policy."""
+class LearnerConfig(Section):
+    """What every learner has: ranks, optimizer, and how a batch is cut."""
 
     ranks: PositiveInt = Field(default=1, description="Data-parallel ranks, one device each.")
     zero_stage: ZeroStage = Field(default=2, description="DeepSpeed ZeRO stage.")
@@ -207,11 +313,64 @@ class PolicyConfig(Section):
     )
 
 
+class PolicyConfig(LearnerConfig):
+    """The learner that trains the policy."""
+
+
+class CriticConfig(LearnerConfig):
+    """The learner that trains the value model; started only where the advantage estimator needs it (gae)."""
+
+    model: NonEmptyText = Field(
+        default="policy",
+        description="Where the value model starts: `policy` (model.path with a new head), `reward` (reward.model with "
+        "its head), or a checkpoint.",
+    )
+    value_clip: PositiveFloat | None = Field(
+        default=0.2, description="A value may move this far from the one before the update; absent: no clipping."
+    )
+    warmup_batches: NonNegativeInt = Field(
+        default=0,
+        description="Batches before step 1 on which only the critic learns; they are dropped afterwards, and counted.",
+    )
+
+
 class ReferenceConfig(Section):
     """The frozen reference model; started only where something needs it."""
 
     ranks: PositiveInt = Field(default=1, description="Ranks, one device each.")
+    sharded: bool = Field(
+        default=False,
+        description="Shard the weights over the ranks (ZeRO-3), for a model that one device can't hold. Otherwise "
+        "every rank has a copy and scores on its own.",
+    )
     deadline_s: PositiveFloat = Field(default=600, description="Deadline of scoring one group, seconds.")
+
+
+class RewardModelConfig(Section):
+    """A reward model: a sequence-classification checkpoint with one output, read at the last token."""
+
+    path: NonEmptyText = Field(description="Folder of a Hugging Face sequence-classification model, or a hub name.")
+    weight: FiniteFloat = Field(default=1.0, description="Factor in the weighted sum that trains.")
+    dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="Compute dtype.")
+    ranks: PositiveInt = Field(default=1, description="Ranks, one device each.")
+    sharded: bool = Field(default=False, description="Shard the weights over the ranks, as `reference.sharded`.")
+    deadline_s: PositiveFloat = Field(default=600, description="Deadline of scoring one group, seconds.")
+
+
+class ShapingConfig(Section):
+    """What happens to a sample's reward before advantages, in this order: clip, penalties, whitening."""
+
+    clip: PositiveFloat | None = Field(default=None, description="Clip rewards to [-clip, clip]; off when absent.")
+    missing_eos_penalty: NonNegativeFloat = Field(
+        default=0.0, description="Subtracted from a response that was cut at the token limit."
+    )
+    overlong_buffer: NonNegativeInt = Field(
+        default=0,
+        description="Soft overlong punishment (DAPO): over the last so many tokens before the limit, the penalty grows "
+        "from 0 to `overlong_penalty`.",
+    )
+    overlong_penalty: PositiveFloat = Field(default=1.0, description="Largest overlong penalty, at the token limit.")
+    whiten: bool = Field(default=False, description="Scale the step's rewards to mean 0 and standard deviation 1.")
 
 
 class RewardFunctionConfig(Section):
@@ -227,7 +386,11 @@ class RewardFunctionConfig(Section):
 class RewardConfig(Section):
     """Reward functions and the processes they run in."""
 
-    functions: list[RewardFunctionConfig] = Field(min_length=1, description="The functions; their weighted sum trains.")
+    functions: list[RewardFunctionConfig] = Field(
+        default_factory=list, description="The functions; their weighted sum, with that of `model`, trains."
+    )
+    model: RewardModelConfig | None = Field(default=None, description="A reward model; none when absent.")
+    shaping: ShapingConfig = Field(default_factory=ShapingConfig)
     timeout_s: PositiveFloat = Field(
         default=10, description="Hard deadline of one call (one group), seconds; the process is killed at it."
     )
@@ -239,7 +402,7 @@ class RewardConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Held-out problems, scored with the same reward functions before step 1, at intervals, and at the end."""
+    """Held-out problems, scored with the same rewards before step 1, at intervals, and at the end."""
 
     prompts: PromptSource = Field(description="Where the held-out prompts come from.")
     every: NonNegativeInt = Field(default=0, description="Steps between evaluations; 0 for only before and after.")
@@ -296,6 +459,7 @@ class Config(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     reward: RewardConfig
     evaluation: EvaluationConfig | None = Field(default=None, description="Held-out evaluation; none when absent.")

@@ -28,12 +28,14 @@ _EXPLAINED = {
 }
 # Stand-ins for required parts that are missing or invalid, so that the rest can be looked at.
 _PROMPTS = {"source": "reasoning_gym", "task": "chain_sum"}
+_FUNCTIONS = [{"name": "reasoning_gym"}]
 _STAND_INS: dict[KeyPath, Any] = {
     ("data", "prompts"): _PROMPTS,
     ("evaluation", "prompts"): _PROMPTS,
-    ("reward", "functions"): [{"name": "reasoning_gym"}],
+    ("reward", "functions"): _FUNCTIONS,
+    ("reward", "model"): {"path": "organisation/name"},
 }
-_REQUIRED = (("data", "prompts"), ("reward", "functions"))
+_REQUIRED: dict[KeyPath, Any] = {("data", "prompts"): _PROMPTS, ("reward",): {"functions": _FUNCTIONS}}
 
 
 def validate(data: Mapping[str, Any]) -> tuple[Config | None, list[Located]]:
@@ -57,9 +59,9 @@ def without(data: Mapping[str, Any], invalid: list[KeyPath]) -> Config | None:
             _put(rest, part, _STAND_INS[part])
         else:
             _remove(rest, path)
-    for part in _REQUIRED:
-        if value_at(rest, part) is ABSENT:
-            _put(rest, part, _STAND_INS[part])
+    for path, stand_in in _REQUIRED.items():
+        if value_at(rest, path) is ABSENT:
+            _put(rest, path, stand_in)
     return validate(rest)[0]
 
 

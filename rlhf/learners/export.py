@@ -7,12 +7,15 @@ import os
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from rlhf.learners.ranks import Ranks
-from rlhf.learners.zero import ZeroEngine
 from rlhf.models.load import DTYPES
+
+if TYPE_CHECKING:
+    from rlhf.learners.policy import PolicyLearner
 
 # What belongs to the tokenizer and to generation is copied byte for byte: saving it again would bring the defaults of
 # the installed library in, and another chat template than was trained with.
@@ -31,24 +34,24 @@ COPIED = (
 COPIED_FOLDERS = ("additional_chat_templates",)
 
 
-def export(zero: ZeroEngine, ranks: Ranks, source: str, dtype: str, target: Path) -> None:
+def export(policy: PolicyLearner, ranks: Ranks, source: str, dtype: str, target: Path) -> None:
     """Write weights, configuration, tokenizer and generation settings to the folder `target`; rank 0 writes.
 
     Weights are in `dtype`, in safetensors. Everything else comes from the checkpoint at `source`. The folder is
     written aside and renamed, so it is complete or absent; one that exists is replaced. Collective.
     """
-    state = _gather_state(zero, ranks.rank == 0, DTYPES[dtype])
+    state = _gather_state(policy, ranks.rank == 0, DTYPES[dtype])
     with ranks.together(f"export to {target}"):
         if ranks.rank == 0:
-            _write(zero, state, source, dtype, target)
+            _write(policy, state, source, dtype, target)
 
 
-def _gather_state(zero: ZeroEngine, keep: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _gather_state(policy: PolicyLearner, keep: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """All weights in CPU memory where `keep`; one layer at a time is whole on the other ranks."""
     state: dict[str, torch.Tensor] = {}
-    for _, layer in itertools.groupby(zero.named_parameters(), key=lambda item: _layer(item[0])):
+    for _, layer in itertools.groupby(policy.named_parameters(), key=lambda item: _layer(item[0])):
         members = list(layer)
-        with zero.gather([parameter for _, parameter in members]):
+        with policy.gather([parameter for _, parameter in members]):
             if keep:
                 # copy=True: what was gathered is gone after the block, and at the other stages it goes on training.
                 state.update((name, p.detach().to("cpu", dtype, copy=True)) for name, p in members)
@@ -62,12 +65,12 @@ def _layer(name: str) -> str:
     return ".".join(parts[: number + 1])
 
 
-def _write(zero: ZeroEngine, state: dict[str, torch.Tensor], source: str, dtype: str, target: Path) -> None:
+def _write(policy: PolicyLearner, state: dict[str, torch.Tensor], source: str, dtype: str, target: Path) -> None:
     from transformers import AutoConfig
 
     aside = target.with_name(f".{target.name}.partial-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
-    zero.module.save_pretrained(aside, state_dict=state)
+    policy.module.save_pretrained(aside, state_dict=state)
     # The model's own configuration has dropout and cache off for training; the checkpoint's is what users expect.
     config = AutoConfig.from_pretrained(source)
     config.dtype = DTYPES[dtype]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from rlhf.config.schema import PolicyConfig
+from rlhf.config.schema import LearnerConfig
 
 
-def learning_rate(config: PolicyConfig, step: int, steps: int) -> float:
+def learning_rate(config: LearnerConfig, step: int, steps: int) -> float:
     """Learning rate of optimizer step `step`, of 1 to `steps`.
 
     It rises linearly from 0 (which would be step 0) to `config.learning_rate` at step `warmup_steps`; from there, or

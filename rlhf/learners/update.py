@@ -1,143 +1,128 @@
-"""The update loop: a batch of samples becomes one or more optimizer steps.
+"""The update loop that all learners share: a batch of samples becomes one or more optimizer steps.
 
 Invariants
-- The loss of an optimizer step is one weighted sum over all its tokens, with weights from `rlhf.algorithms.aggregation`
-  that each rank computes from the headers of all samples.
-- Old log-probs are those of the weights that the call started with: recomputed by a sweep when the call makes more
-  than one optimizer step, and the current ones, detached, when it makes one.
-- Code that may fail on one rank alone runs in `Ranks.together`, before each backward pass; after a failure, and when a
-  gradient norm is not finite, gradients are discarded and the weights are as they were before that optimizer step.
+- The loss of an optimizer step is one weighted sum over all its tokens, with weights that each rank computes from the
+  headers of all samples (`rlhf.algorithms.aggregation`).
+- Code that may fail on one rank alone, the user's included, runs in `Ranks.together`, before each backward pass; after
+  a failure, and when a gradient norm is not finite, gradients are discarded and the weights are as they were before
+  that optimizer step.
+- Every rank meters the same names, so that they can be reduced together.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf.algorithms.aggregation import Totals, token_weight
-from rlhf.algorithms.kl import kl_per_token
-from rlhf.algorithms.losses import ppo_token_loss, weighted_sum
-from rlhf.batching import (
-    LearnerSample,
-    MicroBatch,
-    Minibatch,
-    Plan,
-    ScoredColumns,
-    fetch_columns,
-    fetch_reference,
-    plan,
-)
-from rlhf.config.schema import Config
+from rlhf.algorithms.aggregation import Totals
+from rlhf.batching import LearnerSample, MicroBatch, Minibatch, ScoredColumns
+from rlhf.config.schema import Config, LearnerConfig
 from rlhf.learners.meter import TokenMeter
 from rlhf.learners.ranks import LearnerError, Ranks
 from rlhf.learners.schedule import learning_rate
+from rlhf.learners.shard import Shard, make_shard
 from rlhf.learners.zero import ZeroEngine
-from rlhf.models.batch import flatten, pad_batch, unflatten
+from rlhf.models.batch import PaddedBatch, pad_batch, unflatten
 from rlhf.tracking.spans import span
-from rlhf.trajectories import Columns
 
 # Enough to find the cause by; the rest is counted.
 SAMPLES_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """What a rank holds of a batch: headers of all samples, the plan, and data of its own samples."""
+class Turn:
+    """Where in a batch an optimizer update stands: its pass over the batch, and its number, both from 0."""
 
-    samples: dict[str, LearnerSample]
-    layout: Plan
-    columns: dict[str, Columns]
-    reference: ScoredColumns | None
+    epoch: int = 0
+    update: int = 0
 
 
-class PolicyUpdate:
-    """One rank's part of the updates. Every method is collective."""
+class UpdateLoop(ABC):
+    """One rank's part of a learner's updates. Every method is collective."""
 
-    def __init__(self, config: Config, zero: ZeroEngine, ranks: Ranks) -> None:
+    role: ClassVar[str]
+    # Scores that the loss reads, where the batch has them.
+    reads: ClassVar[tuple[str, ...]]
+
+    def __init__(self, config: Config, learner: LearnerConfig, steps: int, zero: ZeroEngine, ranks: Ranks) -> None:
+        """`steps` is the length of the learning-rate schedule."""
         self._config = config
+        self._learner = learner
+        self._steps = steps
         self._zero = zero
         self._ranks = ranks
+
+    @abstractmethod
+    def predict(self, batch: PaddedBatch) -> Tensor:
+        """What the model says of each response token, float32 [N]: its log-prob, or the value before it."""
+
+    @abstractmethod
+    def loss(self, micro_batch: MicroBatch, shard: Shard, meter: TokenMeter, totals: Totals, turn: Turn) -> Tensor:
+        """This micro-batch's part of an optimizer step's loss, a float32 scalar."""
+
+    @abstractmethod
+    def meter(self, shard: Shard) -> TokenMeter:
+        """A meter for the names that a batch gives rise to: the same on all ranks."""
+
+    def summarise(self, reduced: dict[str, float]) -> dict[str, float]:
+        """The batch's metrics from what was metered."""
+        return reduced
 
     def run(self, step: int, samples: Sequence[LearnerSample]) -> dict[str, float]:
         """Train on `samples` for the configured epochs and minibatches; return the metrics, equal on all ranks."""
         if not samples:
             raise ValueError(f"step {step} has no samples to train on: a step without any is to be skipped")
-        policy = self._config.policy
-        with span("policy/fetch", step):
-            shard = self.shard(samples, policy.minibatches)
-        minibatches = shard.layout.minibatches
-        updates = policy.epochs * len(minibatches)
-        rate = learning_rate(policy, step, self._config.run.steps)
-        meter = _meter(samples)
-        old: list[list[Tensor]] | None = None
-        if updates > 1:
-            with span("policy/old_logprobs", step):
-                old = [self.sweep(minibatch, shard, meter) for minibatch in minibatches]
-        loss, norms = 0.0, []
-        for _ in range(policy.epochs):
-            for index, minibatch in enumerate(minibatches):
-                with span("policy/forward_backward", step):
-                    loss += self.accumulate(minibatch, shard, meter, old[index] if old is not None else None)
-                with span("policy/optimizer", step):
+        with span(f"{self.role}/fetch", step):
+            shard = self.shard(samples, self._learner.minibatches)
+        rate = learning_rate(self._learner, step, self._steps)
+        meter = self.meter(shard)
+        loss, norms = 0.0, list[float]()
+        for epoch in range(self._learner.epochs):
+            for minibatch in shard.layout.minibatches:
+                with span(f"{self.role}/forward_backward", step):
+                    loss += self.accumulate(minibatch, shard, meter, Turn(epoch, len(norms)))
+                with span(f"{self.role}/optimizer", step):
                     norms.append(self._apply(minibatch, rate))
         (total_loss,) = self._ranks.sum([loss])
         return {
-            **meter.reduce(self._ranks),
-            "policy/loss": total_loss / updates,
-            "policy/grad_norm": sum(norms) / updates,
-            "policy/learning_rate": rate,
+            **self.summarise(meter.reduce(self._ranks)),
+            f"{self.role}/loss": total_loss / len(norms),
+            f"{self.role}/grad_norm": sum(norms) / len(norms),
+            f"{self.role}/learning_rate": rate,
         }
 
     def shard(self, samples: Sequence[LearnerSample], minibatches: int) -> Shard:
-        """Plan the batch and fetch this rank's columns of it."""
-        policy, deadline_s = self._config.policy, self._config.placement.deadline_s
-        with self._ranks.together("fetching samples"):
-            by_id = {sample.sample_id: sample for sample in samples}
-            layout = plan(
-                [sample.length for sample in samples],
-                self._ranks.world_size,
-                minibatches,
-                policy.max_tokens_per_microbatch,
-            )
-            own = [by_id[i] for m in layout.minibatches for part in m.ranks[self._ranks.rank] for i in part.sample_ids]
-            shard = Shard(by_id, layout, fetch_columns(own, deadline_s), fetch_reference(own, deadline_s))
-        return shard
+        """Plan the batch and fetch this rank's part of it."""
+        deadline_s = self._config.placement.deadline_s
+        return make_shard(
+            samples, self._learner, self._ranks, minibatches=minibatches, names=self.reads, deadline_s=deadline_s
+        )
 
-    def sweep(self, minibatch: Minibatch, shard: Shard, meter: TokenMeter | None = None) -> list[Tensor]:
-        """Log-probs [N] of each of this rank's micro-batches under the current weights, without gradients.
+    def score(self, samples: Sequence[LearnerSample]) -> ScoredColumns:
+        """What the model says of this rank's share of `samples` under the current weights, without gradients.
 
-        With a meter, they are compared with the engine's.
+        float32 [T] by sample id, NaN where a token is not of the response. The ranks' shares make up the whole.
         """
-        swept = []
-        for micro_batch in minibatch.ranks[self._ranks.rank]:
-            with self._ranks.together("computing log-probs"), torch.no_grad():
-                rows = [shard.columns[i] for i in micro_batch.sample_ids]
-                logprobs, _ = self._zero.forward(pad_batch(rows, self._zero.device))
-                if meter is not None and rows:
-                    _add_parity(meter, logprobs, rows)
-                swept.append(logprobs)
-        return swept
-
-    def logprobs(self, samples: Sequence[LearnerSample]) -> ScoredColumns:
-        """Log-probs of this rank's share of `samples`: float32 [T] by sample id, NaN where there is no response."""
-        shard = self.shard(samples, minibatches=1)
+        deadline_s = self._config.placement.deadline_s
+        shard = make_shard(samples, self._learner, self._ranks, minibatches=1, deadline_s=deadline_s)
         scored: ScoredColumns = {}
         for minibatch in shard.layout.minibatches:
-            parts = minibatch.ranks[self._ranks.rank]
-            for micro_batch, logprobs in zip(parts, self.sweep(minibatch, shard), strict=True):
-                rows = [shard.columns[i] for i in micro_batch.sample_ids]
-                if rows:
-                    scored.update(zip(micro_batch.sample_ids, unflatten(rows, logprobs), strict=True))
+            for micro_batch in minibatch.ranks[self._ranks.rank]:
+                with self._ranks.together(f"{self.role} scores"), torch.no_grad():
+                    rows = shard.rows(micro_batch)
+                    predicted = self.predict(pad_batch(rows, self._zero.device, micro_batch.sample_ids))
+                    if rows:
+                        scored.update(zip(micro_batch.sample_ids, unflatten(rows, predicted), strict=True))
         return scored
 
-    def accumulate(
-        self, minibatch: Minibatch, shard: Shard, meter: TokenMeter, old: Sequence[Tensor] | None = None
-    ) -> float:
+    def accumulate(self, minibatch: Minibatch, shard: Shard, meter: TokenMeter, turn: Turn) -> float:
         """Accumulate the gradient of one optimizer step; return this rank's part of the step's loss."""
         lengths = [shard.samples[i].response_tokens for i in minibatch.sample_ids]
         totals = Totals.of(lengths, self._config.rollout.max_new_tokens)
@@ -146,7 +131,7 @@ class PolicyUpdate:
         for index, micro_batch in enumerate(parts):
             try:
                 with self._ranks.together("computing the loss"):
-                    loss = self._loss(micro_batch, shard, meter, totals, old[index] if old is not None else None)
+                    loss = self.loss(micro_batch, shard, meter, totals, turn)
             except LearnerError:
                 self._zero.discard_gradients()
                 raise
@@ -154,79 +139,41 @@ class PolicyUpdate:
             total += float(loss.detach())
         return total
 
-    def _loss(
-        self, micro_batch: MicroBatch, shard: Shard, meter: TokenMeter, totals: Totals, old: Tensor | None
-    ) -> Tensor:
-        """This micro-batch's part of the step's loss, a float32 scalar."""
-        algorithm, device = self._config.algorithm, self._zero.device
-        ids = micro_batch.sample_ids
-        samples, rows = [shard.samples[i] for i in ids], [shard.columns[i] for i in ids]
-        logprobs, entropy = self._zero.forward(pad_batch(rows, device))
-        if not rows:
-            return logprobs.sum() * 0.0
-        if old is None:
-            old = logprobs.detach()
-            _add_parity(meter, logprobs, rows)
-        lengths = [sample.response_tokens for sample in samples]
-        weights = [token_weight(algorithm.aggregation, length, totals) for length in lengths]
-        result = ppo_token_loss(
-            logprobs,
-            old,
-            _per_token([sample.advantage for sample in samples], lengths, device),
-            algorithm.clip.low,
-            algorithm.clip.high,
-        )
-        loss_N = result.loss
-        if shard.reference is not None:
-            reference_N = flatten(rows, [shard.reference[i] for i in ids], device)
-            kl_N = kl_per_token(logprobs, reference_N, algorithm.kl.estimator)
-            meter.add("policy/kl", kl_N)
-            # A coefficient of 0 leaves the term out: 0 times a NaN would be a NaN.
-            if algorithm.kl.where == "loss" and algorithm.kl.coefficient > 0:
-                loss_N = loss_N + algorithm.kl.coefficient * kl_N
-        meter.add("policy/entropy", entropy)
-        meter.add("policy/update_kl", kl_per_token(old, logprobs, "k3"))
-        meter.add("policy/clip_fraction", result.clipped.float())
-        _check_finite(loss_N, ids, lengths)
-        return weighted_sum(loss_N, _per_token(weights, lengths, device))
-
     def _apply(self, minibatch: Minibatch, rate: float) -> float:
         norm = self._zero.step(rate)
         if not math.isfinite(norm):
             raise LearnerError(
                 f"the gradient norm is {norm} and the optimizer step was not applied; "
-                f"it was over {_named(minibatch.sample_ids)}"
+                f"it was over {named(minibatch.sample_ids)}"
             )
         return norm
 
 
-def _meter(samples: Sequence[LearnerSample]) -> TokenMeter:
-    """A meter for the names that this batch gives rise to; from headers, so the same on all ranks."""
-    means = ["policy/entropy", "policy/update_kl", "policy/clip_fraction", "parity/mean_abs"]
-    if any(sample.reference is not None for sample in samples):
-        means.append("policy/kl")
-    return TokenMeter(tuple(means), ("parity/max_abs",))
-
-
-def _add_parity(meter: TokenMeter, logprobs_N: Tensor, rows: Sequence[Columns]) -> None:
-    """Compare with the engine's log-probs of the same tokens."""
-    difference = (logprobs_N.detach() - flatten(rows, [row.logprobs for row in rows], logprobs_N.device)).abs()
-    meter.add("parity/mean_abs", difference)
-    meter.add_maximum("parity/max_abs", difference)
-
-
-def _per_token(values: Sequence[float], lengths: Sequence[int], device: torch.device) -> Tensor:
+def per_token(values: Sequence[float], lengths: Sequence[int], device: torch.device) -> Tensor:
     """One value a sample, repeated for each of its response tokens: float32 [N]."""
     return torch.from_numpy(np.repeat(np.array(values, dtype=np.float32), lengths)).to(device)
 
 
-def _check_finite(loss_N: Tensor, ids: Sequence[str], lengths: Sequence[int]) -> None:
+def row_of_token(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """The row of each response token: int64 [N]."""
+    return torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device)
+
+
+def check_finite(loss_N: Tensor, ids: Sequence[str], lengths: Sequence[int]) -> None:
+    """Raise `ValueError` that names the samples whose loss is not finite."""
     finite = torch.isfinite(loss_N.detach()).cpu().numpy()
     if not finite.all():
         rows = np.repeat(np.arange(len(ids)), lengths)[~finite]
-        raise ValueError(f"it is not finite for {_named([ids[row] for row in np.unique(rows)])}")
+        raise ValueError(f"it is not finite for {named([ids[row] for row in np.unique(rows)])}")
 
 
-def _named(ids: Sequence[str]) -> str:
+def named(ids: Sequence[str]) -> str:
+    """Sample ids for a message."""
     more = f" and {len(ids) - SAMPLES_NAMED} more" if len(ids) > SAMPLES_NAMED else ""
     return f"samples {', '.join(ids[:SAMPLES_NAMED])}{more}"
+
+
+def empty_loss(output: Any) -> Tensor:
+    """The loss of a micro-batch without samples: a backward pass like any other that adds nothing."""
+    loss: Tensor = output.sum() * 0.0
+    return loss

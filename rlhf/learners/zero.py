@@ -11,29 +11,22 @@ Invariants
 from __future__ import annotations
 
 import math
-import os
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlhf.config.schema import Config
-from rlhf.models.batch import PaddedBatch
-from rlhf.models.load import load_causal_lm
-from rlhf.models.policy import PolicyModel
+from rlhf.config.schema import LearnerConfig
+from rlhf.models.distributed import PERSISTENT_ELEMENTS, register_borrowed
 
 # Elements, not bytes. DeepSpeed allocates a buffer of this size, and its default of 5e8 is 2 GB in float32.
 REDUCE_BUCKET_ELEMENTS = 50_000_000
-# Stage 3 keeps smaller parameters whole on every rank. 10,000 covers norms and biases and leaves every matrix sharded.
-PERSISTENT_ELEMENTS = 10_000
 
 
-def deepspeed_config(config: Config) -> dict[str, Any]:
-    """The DeepSpeed configuration of a policy learner.
+def deepspeed_config(learner: LearnerConfig, dtype: str) -> dict[str, Any]:
+    """The DeepSpeed configuration of a learner that computes in `dtype`.
 
     The accumulation count is 1 and stays unused: micro-batches vary in number from step to step, so the boundary is
     set by hand. Batch sizes are required keys without an effect here.
@@ -41,14 +34,14 @@ def deepspeed_config(config: Config) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": config.policy.max_grad_norm,
+        "gradient_clipping": learner.max_grad_norm,
         # Without the overflow check, stages 1 and 2 apply a NaN gradient in bfloat16.
-        "bf16": {"enabled": config.model.dtype == "bfloat16", "check_grad_overflow": True},
+        "bf16": {"enabled": dtype == "bfloat16", "check_grad_overflow": True},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
-            "stage": config.policy.zero_stage,
+            "stage": learner.zero_stage,
             "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
             "overlap_comm": False,
             "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
@@ -58,76 +51,39 @@ def deepspeed_config(config: Config) -> dict[str, Any]:
     }
 
 
-def join_process_group(
-    rank: int, world_size: int, master: tuple[str, int], device: Literal["cpu", "cuda"], deadline_s: float
-) -> None:
-    """Join the ranks' process group, gloo or NCCL, whose every operation has the deadline; once a process.
-
-    torch.distributed comes first and DeepSpeed adopts it: DeepSpeed's own call binds the group to a device, which
-    makes a second NCCL group hang.
-    """
-    os.environ["DS_ACCELERATOR"] = device
-    for name, value in (("RANK", rank), ("WORLD_SIZE", world_size), ("LOCAL_RANK", 0)):
-        os.environ[name] = str(value)
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = master[0], str(master[1])
-    import deepspeed
-    import deepspeed.ops
-
-    deepspeed.utils.logger.setLevel("WARNING")
-    # DeepSpeed calls collectives by names that torch has deprecated; nothing a user could do about it.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
-    if device == "cpu":
-        # DeepSpeed asks this table which of its C++ operators can be built and would spend a minute of g++ on a
-        # shared-memory all-reduce. None of them is needed here, so the answer is none.
-        deepspeed.ops.__compatible_ops__ = {}
-    timeout = timedelta(seconds=deadline_s)
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group(
-            "gloo" if device == "cpu" else "nccl",
-            init_method=f"tcp://{master[0]}:{master[1]}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-        )
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
-
-
 class ZeroEngine:
-    """A policy model under DeepSpeed ZeRO. All methods are collective: every rank calls them in the same order."""
+    """A model under DeepSpeed ZeRO. All methods are collective: every rank calls them in the same order."""
 
-    def __init__(self, config: Config, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self, learner: LearnerConfig, dtype: str, world_size: int, device: torch.device, build: Callable[[], nn.Module]
+    ) -> None:
+        """`build` loads the model; at stage 3 its `from_pretrained` loads straight into shards."""
         import deepspeed
 
         self._world_size = world_size
-        self._temperature = config.rollout.sampling.temperature
-        self.stage = config.policy.zero_stage
+        self.stage = learner.zero_stage
         self.device = device
-        settings = deepspeed_config(config)
-        # from_pretrained finds this object and loads straight into shards; it has to live until the load is done.
+        settings = deepspeed_config(learner, dtype)
+        # from_pretrained finds this object; it has to live until the load is done.
         partitioned = None
         if self.stage == 3:
             from transformers.integrations import HfDeepSpeedConfig
 
             partitioned = HfDeepSpeedConfig(settings)
-        self.module = load_causal_lm(config.model.path, config.model.dtype)
+        self.model: Any = build()
         del partitioned
-        model = PolicyModel(self.module)
         if self.stage == 3:
-            for parameter in model.head.borrowed:
-                deepspeed.zero.register_external_parameter(model.head, parameter)
+            register_borrowed(self.model)
         self._optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=config.policy.learning_rate,
-            weight_decay=config.policy.weight_decay,
-            fused=True,
+            self.model.parameters(), lr=learner.learning_rate, weight_decay=learner.weight_decay, fused=True
         )
         self.deepspeed, *_ = deepspeed.initialize(
-            model=model, optimizer=self._optimizer, config=settings, dist_init_required=False
+            model=self.model, optimizer=self._optimizer, config=settings, dist_init_required=False
         )
 
-    def forward(self, batch: PaddedBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs [N] and entropies [N] of the response tokens at the sampling temperature."""
-        return self.deepspeed(batch, self._temperature)  # type: ignore[no-any-return]
+    def forward(self, *inputs: Any) -> Any:
+        """The model's own forward pass."""
+        return self.deepspeed(*inputs)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`; `last` says that the optimizer step's micro-batches end here."""
@@ -154,16 +110,6 @@ class ZeroEngine:
             for table in ("averaged_gradients", "all_grad_tensors"):
                 held = getattr(optimizer, table, {})
                 held.update(dict.fromkeys(held))
-
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters under their names in the checkpoint; each once, so without a tied output head."""
-        return list(self.module.named_parameters())
-
-    def tied_head(self) -> tuple[str, nn.Parameter] | None:
-        """Name and parameter of an output head that is the embedding's tensor, or None."""
-        names = dict(self.module.named_parameters(remove_duplicate=False))
-        unique = dict(self.named_parameters())
-        return next(((name, parameter) for name, parameter in names.items() if name not in unique), None)
 
     def gather(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
         """Within the block the parameters are whole on every rank: a collective at stage 3, nothing elsewhere."""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf.models.masks import TokenMask
+
 # Logits of one chunk: 2^25 float32 are 128 MiB, and a handful of such arrays live at a time.
 CHUNK_ELEMENTS = 1 << 25
 
@@ -41,19 +43,29 @@ def token_logprobs(
     temperature: float,
     shape: HeadShape,
     chunk_rows: int | None = None,
+    mask: TokenMask | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs [N] of `targets_N` and entropies [N] of the distributions softmax(logits / temperature), in nats.
 
+    With a `mask` the log-probs are of the distribution over the ids that could be sampled; the entropies are of the
+    full one in any case, so that an entropy bonus also acts on what top-k or top-p leave out.
+
     Both are float32; the matrix products run in the dtype of `weight_VH`, everything after them in float32.
-    Gradients flow from the log-probs to hidden states, weight and bias; the entropy carries none. `chunk_rows` bounds
-    the rows whose logits exist at a time; by default it follows from `CHUNK_ELEMENTS`.
+    Gradients flow from both to hidden states, weight and bias. `chunk_rows` bounds the rows whose logits exist at a
+    time; by default it follows from `CHUNK_ELEMENTS`. Raises `ValueError` for a temperature that is not above 0, and
+    for a target that could not be sampled.
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}: log-probs need one above 0")
     rows = chunk_rows or max(1, CHUNK_ELEMENTS // weight_VH.shape[0])
     logprobs, entropy = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, bias_V, targets_N, float(temperature), shape, rows
+        hidden_NH, weight_VH, bias_V, targets_N, float(temperature), shape, rows, mask
     )
+    if mask is not None and torch.isneginf(logprobs).any():
+        token = int(torch.isneginf(logprobs).nonzero()[0])
+        raise ValueError(
+            f"response token {token} of the batch is {int(targets_N[token])}, which its sampling mask leaves out"
+        )
     return logprobs, entropy
 
 
@@ -85,26 +97,34 @@ class _ChunkedLogProbs(torch.autograd.Function):
         temperature: float,
         shape: HeadShape,
         rows: int,
+        mask: TokenMask | None,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        entropy, log_norm = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        entropy, full_norm = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        # The norm of the distribution that was sampled from; without a mask that is the full one.
+        norm = full_norm if mask is None else torch.empty_like(logprobs)
         for start in range(0, len(targets), rows):
             chunk = slice(start, start + rows)
             logits, _ = _scaled_logits(hidden[chunk], weight, bias, temperature, shape)
-            log_norm[chunk] = torch.logsumexp(logits, dim=-1)
-            logprobs[chunk] = logits.gather(1, targets[chunk, None]).squeeze(1) - log_norm[chunk]
-            # -sum p log p of terms that are none of them negative; the shorter log_norm - sum p l cancels below 0.
-            log_p = logits.sub_(log_norm[chunk, None])
+            full_norm[chunk] = torch.logsumexp(logits, dim=-1)
+            # -sum p log p of terms that are none of them negative; the shorter norm - sum p l cancels below 0.
+            log_p = logits.sub_(full_norm[chunk, None])
             entropy[chunk] = -torch.einsum("nv,nv->n", log_p.exp(), log_p).clamp_max_(0.0)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_norm)
-        ctx.temperature, ctx.shape, ctx.rows = temperature, shape, rows
-        ctx.mark_non_differentiable(entropy)
+            if mask is not None:
+                kept = torch.logsumexp(mask.apply_(log_p, start), dim=-1)
+                norm[chunk] = full_norm[chunk] + kept
+                log_p.sub_(kept[:, None])
+            logprobs[chunk] = log_p.gather(1, targets[chunk, None]).squeeze(1)
+        ctx.save_for_backward(hidden, weight, bias, targets, norm, full_norm, entropy)
+        ctx.temperature, ctx.shape, ctx.rows, ctx.mask = temperature, shape, rows, mask
+        # An output that the loss doesn't use comes back as None and not as zeros, and costs nothing then.
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        grad_logprobs: Tensor = grads[0]
-        hidden, weight, bias, targets, log_norm = ctx.saved_tensors
+        hidden, weight, bias, targets, norm, full_norm, entropy = ctx.saved_tensors
+        grad_logprobs, grad_entropy = grads
         grad_hidden = torch.empty_like(hidden)
         # More than one chunk is added up in float32, whatever the weight's dtype.
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
@@ -112,10 +132,17 @@ class _ChunkedLogProbs(torch.autograd.Function):
         for start in range(0, len(targets), ctx.rows):
             chunk = slice(start, start + ctx.rows)
             logits, slope = _scaled_logits(hidden[chunk], weight, bias, ctx.temperature, ctx.shape)
-            # d logprob / d logit = onehot - p
-            upstream = grad_logprobs[chunk, None]
-            grad_logits = logits.sub_(log_norm[chunk, None]).exp_().mul_(-upstream)
-            grad_logits.scatter_add_(1, targets[chunk, None], upstream)
+            of_entropy = None
+            if grad_entropy is not None:
+                of_entropy = _entropy_gradient(logits - full_norm[chunk, None], entropy[chunk], grad_entropy[chunk])
+            if grad_logprobs is None:
+                grad_logits = logits.zero_() if of_entropy is None else of_entropy
+            else:
+                if ctx.mask is not None:
+                    ctx.mask.apply_(logits, start)
+                grad_logits = _logprob_gradient_(logits, norm[chunk], targets[chunk], grad_logprobs[chunk])
+                if of_entropy is not None:
+                    grad_logits += of_entropy
             if slope is not None:
                 grad_logits *= slope
             grad_logits *= ctx.shape.scale / ctx.temperature
@@ -125,4 +152,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if bias is not None:
                 grad_bias += grad_logits.sum(0)
         bias_result = grad_bias.to(bias.dtype) if bias is not None else None
-        return grad_hidden, grad_weight.to(weight.dtype), bias_result, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), bias_result, *[None] * 5
+
+
+def _logprob_gradient_(logits: Tensor, norm: Tensor, targets: Tensor, upstream: Tensor) -> Tensor:
+    """d logprob / d logit = onehot - p, times the incoming gradient; in the memory of `logits`."""
+    gradient = logits.sub_(norm[:, None]).exp_().mul_(-upstream[:, None])
+    return gradient.scatter_add_(1, targets[:, None], upstream[:, None])
+
+
+def _entropy_gradient(log_p: Tensor, entropy: Tensor, upstream: Tensor) -> Tensor:
+    """d entropy / d logit = -p (log p + entropy), times the incoming gradient."""
+    return log_p.exp().mul_(log_p.add_(entropy[:, None])).mul_(-upstream[:, None])

@@ -6,8 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rlhf.models.backbone import hidden_states
 from rlhf.models.batch import PaddedBatch
 from rlhf.models.logprobs import HeadShape, token_logprobs
+from rlhf.models.masks import TokenMask
 
 
 class PolicyModel(nn.Module):
@@ -22,12 +24,12 @@ class PolicyModel(nn.Module):
         self.head = LogProbHead(head, HeadShape.of(lm.config))
 
     def forward(self, batch: PaddedBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs [N] and entropies [N] of the batch's response tokens at `temperature`; float32, nats."""
-        backbone = getattr(self.lm, self.lm.base_model_prefix)
-        hidden_BLH = backbone(
-            input_ids=batch.input_ids_BL, position_ids=batch.position_ids_BL, use_cache=False
-        ).last_hidden_state
-        return self.head(hidden_BLH[batch.rows_N, batch.positions_N - 1], batch.targets_N, temperature)  # type: ignore[no-any-return]
+        """Log-probs [N] and entropies [N] of the batch's response tokens at `temperature`; float32, nats.
+
+        Log-probs are of the distribution that the engine could sample from, where the batch has a sampling mask.
+        """
+        hidden_NH = hidden_states(self.lm, batch)[batch.rows_N, batch.positions_N - 1]
+        return self.head(hidden_NH, batch.targets_N, temperature, batch.mask)  # type: ignore[no-any-return]
 
 
 class LogProbHead(nn.Module):
@@ -48,7 +50,10 @@ class LogProbHead(nn.Module):
         """Parameters that belong to another module and are used in this one's forward pass."""
         return list(self._head[0].parameters(recurse=False))
 
-    def forward(self, hidden_NH: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden_NH: Tensor, targets_N: Tensor, temperature: float, mask: TokenMask | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Log-probs [N] and entropies [N]."""
         head: Any = self._head[0]
-        return token_logprobs(hidden_NH, head.weight, getattr(head, "bias", None), targets_N, temperature, self._shape)
+        bias = getattr(head, "bias", None)
+        return token_logprobs(hidden_NH, head.weight, bias, targets_N, temperature, self._shape, mask=mask)

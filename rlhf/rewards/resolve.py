@@ -7,17 +7,11 @@ call `resolve` on the same names.
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import json
-import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rlhf.rewards.builtin import BUILT_IN, check_options
@@ -45,61 +39,13 @@ def resolve(name: str, base_dir: str | Path | None = None) -> RewardFunction:
             f"not a reward function{_did_you_mean(name, BUILT_IN)}; use one of {', '.join(BUILT_IN)}, "
             "`module:function` or `path/to/file.py:function`"
         )
-    module = _load_file(Path(base_dir or "."), place) if place.endswith(".py") else _load_module(place)
-    function = getattr(module, attribute, None)
-    if function is None:
-        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UnknownFunction(f"{place} has no function {attribute!r}{_did_you_mean(attribute, own)}")
-    if not callable(function):
-        raise UnknownFunction(f"{attribute!r} in {place} is a {type(function).__name__}, not a function")
-    return typing.cast(RewardFunction, function)
+    # Imported here, for it brings pydantic with it: a worker with built-in functions starts without.
+    from rlhf.config import functions
 
-
-def _load_module(name: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # whatever the user's module raises, SystemExit included
-        raise UnknownFunction(f"importing module {name!r} failed: {_describe(error)}") from error
-
-
-def _load_file(base_dir: Path, place: str) -> ModuleType:
-    path = (base_dir / place).resolve()
-    if not path.is_file():
-        raise UnknownFunction(f"there is no file {path}; relative names start at {base_dir.resolve()}")
-    # One name for each file, so that two files with the same name don't replace each other.
-    name = f"rlhf_reward_file_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # always there for a name that ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:  # whatever the user's file raises, SystemExit included
-        del sys.modules[name]
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise UnknownFunction(f"importing {path} failed: {_describe(error)}") from error
-    return module
-
-
-def _describe(error: BaseException) -> str:
-    """An error of user code with the place in the user's file where it came from."""
-    trace, place = error.__traceback__, ""
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if "importlib" not in code.co_filename and code.co_filename != __file__:
-            place = f" ({code.co_filename}, line {trace.tb_lineno})"
-        trace = trace.tb_next
-    return f"{type(error).__name__}: {error}{place}"
-
-
-def _did_you_mean(value: object, known: Mapping[str, Any] | Sequence[Any]) -> str:
-    nearest = difflib.get_close_matches(str(value), [str(one) for one in known], n=1, cutoff=0.5)
-    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+        return functions.resolve_function(name, base_dir)
+    except functions.UnknownFunction as error:
+        raise UnknownFunction(str(error)) from error
 
 
 def function_keys(names: Sequence[str]) -> list[str]:
@@ -211,15 +157,21 @@ def _check_type(value: object, hint: Any) -> str | None:
 
 def dump_functions(custom: Mapping[str, RewardFunction]) -> dict[str, bytes]:
     """Functions handed in from Python, in the form in which they travel to `RewardActor` and its workers."""
-    import cloudpickle
+    from rlhf.config import functions
 
     dumped = {}
     for name, function in custom.items():
         try:
-            dumped[name] = cloudpickle.dumps(function)
+            dumped[name] = functions.dump_function(function)
         except Exception as error:  # pickling runs the __reduce__ of whatever the function refers to
             raise RewardError(
-                f"reward function {name!r} can't be sent to its worker process: {_describe(error)}; make it a "
+                f"reward function {name!r} can't be sent to its worker process: {functions.describe(error)}; make it a "
                 "function of a module, and open files and connections inside it"
             ) from error
     return dumped
+
+
+def _did_you_mean(value: object, known: Iterable[object]) -> str:
+    from rlhf.config.functions import did_you_mean
+
+    return did_you_mean(value, known)

@@ -5,6 +5,7 @@ Invariants
 - A sync is begin, vLLM's four calls, commit. One that fails in between leaves the engine refusing until a later commit.
 - The order of a sync is pause, load, finish, reset of the prefix cache (checked), resume.
 - Log-probs are those of the distribution that was sampled from; every token carries the version that produced it.
+- Where that distribution is not over all tokens (top-k, top-p, a minimum length), the columns say which it was over.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf.rollout.masks import SampledLogprobs, early_stop_mask, support_mask
 from rlhf.rollout.plugin import ACTOR_PID_VARIABLE
 from rlhf.rollout.types import SLOTS_PER_ENGINE, Completion, EngineSpec, GenerationRequest, Sampling
 from rlhf.tracking.spans import Span, SpanRecorder, now
-from rlhf.trajectories import Columns, FinishReason
+from rlhf.trajectories import Columns, FinishReason, SamplingMask
 
 _FINISH: Mapping[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 # vLLM's CPU default of 128 is longer than most prompts, which then are never shared by the prefix cache.
@@ -42,6 +44,8 @@ class RolloutEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self._version: int | None = None
+        self._stop_ids: tuple[int, ...] = ()
+        self._vocabulary = 0
         self._death: asyncio.Future[None]
         self._recorder = SpanRecorder("rollout")
         self._active = 0
@@ -56,6 +60,8 @@ class RolloutEngine:
 
         with self._recorder.span("engine_start"):
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self.spec)))
+        self._stop_ids = stop_ids(self._llm)
+        self._vocabulary = self._llm.model_config.get_vocab_size()
         self._death = asyncio.ensure_future(self.watch())
         return self.spec.tensor_parallel
 
@@ -71,7 +77,7 @@ class RolloutEngine:
             self._leave()
         completion = output.outputs[0]
         ids = list(completion.token_ids)
-        logprobs = [step[token].logprob for step, token in zip(completion.logprobs, ids, strict=True)]
+        logprobs = SampledLogprobs.from_vllm(completion.logprobs, self._candidates(request.sampling))
         versions = token_versions(completion, len(ids))
         header = Completion(
             request_id=request.request_id,
@@ -80,7 +86,20 @@ class RolloutEngine:
             weight_version=min(versions, default=serving),
             engine=self.spec.index,
         )
-        return header, Columns.from_completion(request.prompt_ids, ids, logprobs, versions)
+        mask = self._mask(request, ids, logprobs)
+        return header, Columns.from_completion(request.prompt_ids, ids, logprobs.sampled_R.tolist(), versions, mask)
+
+    def _candidates(self, sampling: Sampling) -> int:
+        """`sampling.candidates`, but no more than there are tokens."""
+        return min(sampling.candidates, self._vocabulary)
+
+    def _mask(self, request: GenerationRequest, ids: list[int], logprobs: SampledLogprobs) -> SamplingMask | None:
+        """What could be sampled; None where everything could, and then nothing was asked for."""
+        if not request.sampling.masked:
+            return None
+        if request.sampling.candidates:
+            return support_mask(request.request_id, ids, logprobs)
+        return early_stop_mask(len(ids), request.sampling.min_new_tokens, self._stop_ids)
 
     async def _run(self, request: GenerationRequest) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -99,7 +118,7 @@ class RolloutEngine:
 
     async def _output(self, request: GenerationRequest) -> Any:
         prompt = {"prompt_token_ids": list(request.prompt_ids)}
-        parameters = sampling_parameters(request.sampling, request.seed)
+        parameters = sampling_parameters(request.sampling, request.seed, self._candidates(request.sampling))
         # With FINAL_ONLY there is one output, the finished one.
         return [o async for o in self._llm.generate(prompt, parameters, request.request_id)][-1]
 
@@ -206,6 +225,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "load_format": "dummy" if spec.load_dummy_weights else "auto",
         # The distribution that was sampled from, temperature applied; vLLM's default is the raw one.
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": spec.max_logprobs,
         "enable_prefix_caching": not spec.deterministic,
         "weight_transfer_config": {"backend": spec.weight_backend},
         "worker_extension_cls": "rlhf.rollout.plugin.WorkerExtension",
@@ -226,8 +246,22 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     return arguments
 
 
-def sampling_parameters(sampling: Sampling, seed: int) -> Any:
-    """vLLM's parameters of one request."""
+def stop_ids(llm: Any) -> tuple[int, ...]:
+    """The ids that end a response, which vLLM masks for the first `min_tokens` tokens: asked of vLLM itself.
+
+    They are the tokenizer's end of sequence and those of the model's generation config.
+    """
+    from vllm import SamplingParams
+
+    parameters = SamplingParams()
+    processor = llm.input_processor
+    # What the input processor does to the parameters of every request.
+    parameters.update_from_generation_config(processor.generation_config_fields, processor.renderer.get_eos_token_id())
+    return tuple(sorted(parameters.all_stop_token_ids))
+
+
+def sampling_parameters(sampling: Sampling, seed: int, candidates: int) -> Any:
+    """vLLM's parameters of one request that lists the `candidates` likeliest tokens at each place."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -236,10 +270,13 @@ def sampling_parameters(sampling: Sampling, seed: int) -> Any:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         max_tokens=sampling.max_new_tokens,
+        min_tokens=sampling.min_new_tokens,
         stop=list(sampling.stop) or None,
         seed=seed if sampling.temperature > 0 else None,
-        # The sampled token's own log-prob, nothing more.
-        logprobs=0,
+        # With 0 the sampled token's own log-prob, nothing more.
+        logprobs=candidates,
+        # A few lists for a response instead of an object for each log-prob.
+        flat_logprobs=True,
         # Text is made from ids where it is needed; only stop strings make vLLM detokenise.
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,

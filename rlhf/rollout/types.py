@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 # The most sequences that one engine runs together; what comes beyond waits in the pool.
 SLOTS_PER_ENGINE = 256
 
+# Log-probs asked for beyond top-k: on CPU vLLM keeps every token that ties with the k-th. bfloat16 logits between 16
+# and 32 are 0.125 apart, so that a good part of k may tie where the vocabulary is large; too few are an error.
+_MIN_TIES, _TIES_PER_K = 16, 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -25,12 +29,28 @@ class Sampling:
     top_k: int
     stop: tuple[str, ...]
     max_new_tokens: int
+    min_new_tokens: int = 0
 
     @staticmethod
     def for_training(config: Config) -> Sampling:
         """The run's one sampling specification (invariant 5)."""
-        s = config.rollout.sampling
-        return Sampling(s.temperature, s.top_p, s.top_k, tuple(s.stop), config.rollout.max_new_tokens)
+        rollout, s = config.rollout, config.rollout.sampling
+        return Sampling(s.temperature, s.top_p, s.top_k, tuple(s.stop), rollout.max_new_tokens, rollout.min_new_tokens)
+
+    @property
+    def candidates(self) -> int:
+        """How many of the likeliest tokens the engine has to list, for the support of top-k and top-p to be known.
+
+        0 without top-k, and at temperature 0, where nothing is replayed.
+        """
+        if self.top_k <= 0 or self.temperature == 0:
+            return 0
+        return self.top_k + max(_MIN_TIES, int(self.top_k * _TIES_PER_K))
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens can't be sampled, so that training has to replay which."""
+        return self.candidates > 0 or (self.min_new_tokens > 0 and self.temperature > 0)
 
     def at_temperature(self, temperature: float) -> Sampling:
         """The same limits at another temperature."""
@@ -38,7 +58,9 @@ class Sampling:
 
     def limited_to(self, max_new_tokens: int) -> Sampling:
         """The same distribution, with responses of at most `max_new_tokens`."""
-        return replace(self, max_new_tokens=min(max_new_tokens, self.max_new_tokens))
+        longest = min(max_new_tokens, self.max_new_tokens)
+        # Up to its end such a response is sampled as before: no token that ends one before `min_new_tokens`.
+        return replace(self, max_new_tokens=longest, min_new_tokens=min(longest, self.min_new_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +86,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """All that an engine needs to start, as plain data: it crosses a process border."""
+    """All that an engine needs to start, as plain data: it crosses a process border.
+
+    `max_logprobs` is the most log-probs of likeliest tokens that a request may ask for (`Sampling.candidates`).
+    """
 
     index: int
     model_path: str
@@ -77,6 +102,7 @@ class EngineSpec:
     weight_backend: str
     deterministic: bool
     load_dummy_weights: bool = True
+    max_logprobs: int = 0
 
     @staticmethod
     def from_config(config: Config, index: int, *, device: str, weight_backend: str) -> EngineSpec:
@@ -92,6 +118,7 @@ class EngineSpec:
             gpu_memory_utilization=config.rollout.gpu_memory_utilization,
             weight_backend=weight_backend,
             deterministic=config.run.deterministic,
+            max_logprobs=Sampling.for_training(config).candidates,
         )
 
 

@@ -32,7 +32,9 @@ class Metric:
         return re.fullmatch(pattern, name) is not None
 
 
-_TOKENS = "mean over the trained response tokens of all ranks"
+_OVER_TOKENS = "over the trained response tokens of all ranks"
+_TOKENS = f"mean {_OVER_TOKENS}"
+_UPDATES = "mean over the step's optimizer updates"
 _SCORED = "over the step's samples that have a reward, those of filtered groups included"
 _FINISHED = "over the step's samples that ended by `stop` or `length`"
 _EVALUATED = "over the held-out problems that have a reward"
@@ -59,9 +61,30 @@ CATALOGUE: tuple[Metric, ...] = (
         "count over the step's samples",
     ),
     Metric(
+        "reward/shaped_mean",
+        "reward",
+        "The reward after `reward.shaping`; absent when nothing is shaped.",
+        "mean over the samples that are trained on",
+    ),
+    Metric(
+        "advantage/mean",
+        "reward",
+        "Advantages as the loss gets them.",
+        _TOKENS,
+    ),
+    Metric("advantage/std", "reward", "Spread of the advantages.", f"population standard deviation, {_OVER_TOKENS}"),
+    Metric("advantage/nonzero_fraction", "fraction", "Tokens from which something is learned.", _TOKENS),
+    Metric(
+        "advantage/kl_penalty_mean",
+        "reward",
+        "What KL in the reward takes off a response: coefficient times KL, summed over its tokens.",
+        "mean over the samples that are trained on",
+    ),
+    Metric(
         "policy/loss",
         "nats",
-        "The loss that was differentiated: policy loss, and KL times its coefficient where KL is in the loss.",
+        "The loss that was differentiated: policy loss, KL times its coefficient where KL is in the loss, and the "
+        "entropy bonus.",
         "by `algorithm.aggregation`, one denominator per optimizer update; mean over the step's updates",
     ),
     Metric(
@@ -72,18 +95,30 @@ CATALOGUE: tuple[Metric, ...] = (
         _TOKENS,
     ),
     Metric("policy/kl", "nats", "KL of the policy from the reference model, by `algorithm.kl.estimator`.", _TOKENS),
-    Metric("policy/entropy", "nats", "Entropy of the policy's next-token distribution at the temperature.", _TOKENS),
+    Metric("policy/kl_coefficient", "1", "Factor of the KL term in this step, the controller's.", "none"),
+    Metric(
+        "policy/entropy",
+        "nats",
+        "Entropy of the policy's next-token distribution at the temperature, over the full vocabulary.",
+        _TOKENS,
+    ),
     Metric(
         "policy/grad_norm",
         "1",
         "Global norm of the gradient before it is clipped to `policy.max_grad_norm`.",
-        "mean over the step's optimizer updates",
+        _UPDATES,
     ),
     Metric(
         "policy/clip_fraction",
         "fraction",
-        "Tokens whose ratio left the trust region in the direction of their advantage, so that clipping took effect.",
+        "Tokens whose ratio (or divergence, with dppo) left the trust region, so that clipping took effect.",
         _TOKENS,
+    ),
+    Metric(
+        "policy/ratio_max",
+        "1",
+        "Largest ratio of a token's probability to that before the step's first update; 1 in a batch's only update.",
+        f"maximum {_OVER_TOKENS}",
     ),
     Metric("policy/learning_rate", "1", "Learning rate of the step's last optimizer update.", "none"),
     Metric("rollout/tokens", "tokens", "Response tokens generated, those of aborted samples included.", "sum"),
@@ -105,6 +140,37 @@ CATALOGUE: tuple[Metric, ...] = (
         "maximum over the trained response tokens of all ranks",
     ),
     Metric("parity/mean_abs", "nats", "The same difference, on average.", _TOKENS),
+    Metric(
+        "parity/kl",
+        "nats",
+        "Mismatch: KL of the distribution that engines sampled from from the trainer's before the first update (k3).",
+        _TOKENS,
+    ),
+    Metric("correction/weight_mean", "1", "Importance weights of `algorithm.correction`.", _TOKENS),
+    Metric(
+        "correction/effective_sample_size",
+        "fraction",
+        "Share of the tokens that the weights leave effective: (sum w)^2 / (count x sum w^2); 1 when all are equal.",
+        f"one figure {_OVER_TOKENS}",
+    ),
+    Metric("correction/kept_fraction", "fraction", "Tokens whose weight is above 0.", _TOKENS),
+    Metric(
+        "critic/loss",
+        "reward^2",
+        "Half the squared error of the values against the returns, clipped by `critic.value_clip`.",
+        "mean over tokens, one denominator per optimizer update; mean over the step's updates",
+    ),
+    Metric("critic/value_mean", "reward", "Values before the update.", _TOKENS),
+    Metric("critic/return_mean", "reward", "Returns, which the values are trained towards.", _TOKENS),
+    Metric(
+        "critic/explained_variance",
+        "fraction",
+        "1 - var(returns - values) / var(returns), of the values before the update; absent when all returns are equal.",
+        f"one figure {_OVER_TOKENS}",
+    ),
+    Metric("critic/clip_fraction", "fraction", "Values that `critic.value_clip` held back.", _TOKENS),
+    Metric("critic/grad_norm", "1", "As `policy/grad_norm`, of the critic.", _UPDATES),
+    Metric("critic/learning_rate", "1", "As `policy/learning_rate`, of the critic.", "none"),
     Metric(
         "weights/version",
         "steps",

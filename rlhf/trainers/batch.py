@@ -1,23 +1,24 @@
-"""From scored groups to what the learner trains on: advantages, and what can't be trained on set aside."""
+"""From scored groups to what the learners train on: what can't be trained on is set aside, and rewards are shaped."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from rlhf.algorithms.advantages import group_advantages
-from rlhf.batching import LearnerSample
+from rlhf.algorithms.catalogue import advantage_spec
+from rlhf.algorithms.shaping import shape_rewards
+from rlhf.batching import Estimates, LearnerSample, RewardedSample
+from rlhf.config.schema import Config, ShapingConfig
 from rlhf.trainers.scoring import ScoredGroup
 from rlhf.trajectories import Group, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """A step's samples with advantages, all groups as they were scored, and the samples that left (by reason)."""
+    """A step's samples with shaped rewards, all groups as they were scored, and the samples that left (by reason)."""
 
-    samples: Sequence[LearnerSample]
+    samples: Sequence[RewardedSample]
     groups: Sequence[Group]
     failed: int
     filtered: int
@@ -34,41 +35,84 @@ class TrainingBatch:
         """`reward/errors`: samples whose reward failed, whatever `reward.on_error` made of them; and `figures`."""
         return {"reward/errors": float(self.errors), **self.figures}
 
+    def estimated(self, samples: Sequence[LearnerSample], estimates: Estimates) -> TrainingBatch:
+        """The same batch with what was estimated: `samples` lead to their advantages, headers carry the means."""
+        kept = [replace(entry, sample=sample) for entry, sample in zip(self.samples, samples, strict=True)]
+        groups = [_with_advantages(group, estimates.advantages) for group in self.groups]
+        return replace(self, samples=kept, groups=groups).with_figures(estimates.metrics)
+
+    def with_figures(self, figures: Mapping[str, float]) -> TrainingBatch:
+        """The same batch with more figures for the step's metrics."""
+        return replace(self, figures={**self.figures, **figures})
+
 
 class StaleSample(RuntimeError):
     """A sample of a synchronous step was not produced by the weights that it is to train."""
 
 
-def assemble(scored: Sequence[ScoredGroup], *, weight_version: int) -> TrainingBatch:
-    """Advantages from each group's rewards, in the order of the draws.
+def assemble(
+    scored: Sequence[ScoredGroup],
+    config: Config,
+    *,
+    weight_version: int,
+    greedy: Mapping[int, Trajectory] | None = None,
+) -> TrainingBatch:
+    """Set aside what can't be trained on, and shape the rewards of the rest, in the order of the draws.
 
-    A sample without a (finite) reward is `failed`. A group with fewer than two rewards left has no baseline: what is
-    left of it is `filtered`. Raises `StaleSample` when a sample is of another version than `weight_version`.
+    A sample without a (finite) reward is `failed`. A group with fewer rewards left than the estimator needs to compare,
+    or whose greedy response (`greedy`, by group, where the estimator wants one) has none, is `filtered`. Raises
+    `StaleSample` when a sample is of another version than `weight_version`.
     """
-    samples: list[LearnerSample] = []
-    groups: list[Group] = []
+    least = advantage_spec(config.algorithm.advantage).min_group_size
+    kept: list[tuple[Trajectory, ScoredGroup]] = []
     failed = filtered = 0
-    for entry in sorted(scored, key=lambda s: s.group.group_id):
+    ordered = sorted(scored, key=lambda s: s.group.group_id)
+    for entry in ordered:
         for t in entry.group.trajectories:
             if t.weight_version != weight_version:
                 raise StaleSample(f"sample {t.sample_id} is of version {t.weight_version}, not {weight_version}")
-        # What the engine gave up (an abort, an error of its own) was never finished, whatever a function says of it.
-        rewards = [None if t.finish_reason == "aborted" else t.reward for t in entry.group.trajectories]
-        missing = sum(r is None or not math.isfinite(r) for r in rewards)
-        failed += missing
-        advantages = group_advantages(rewards)
-        if advantages is None:
-            filtered += len(rewards) - missing
-            groups.append(entry.group)
-            continue
-        trajectories = [
-            t if a is None else t.with_advantage(a) for t, a in zip(entry.group.trajectories, advantages, strict=True)
-        ]
-        groups.append(replace(entry.group, trajectories=tuple(trajectories)))
-        samples += [learner_sample(t, entry.reference) for t in trajectories if t.advantage is not None]
+        usable = [t for t in entry.group.trajectories if _reward(t) is not None]
+        failed += len(entry.group.trajectories) - len(usable)
+        if len(usable) < least or (greedy is not None and _reward(greedy[entry.group.group_id]) is None):
+            filtered += len(usable)
+        else:
+            kept += [(t, entry) for t in usable]
+    trajectories = [t for t, _ in kept]
+    shaping, limit = config.reward.shaping, config.rollout.max_new_tokens
+    shaped = _shape(trajectories, limit, shaping)
+    samples = [
+        RewardedSample(
+            learner_sample(t).with_scores(reference=(entry.reference or {}).get(t.sample_id)),
+            reward,
+            None if greedy is None else _shape([greedy[t.group_id]], limit, shaping)[0],
+        )
+        for (t, entry), reward in zip(kept, shaped, strict=True)
+    ]
     messages = [message for entry in scored for message in entry.errors.values()]
+    figures = mean_figures(scored)
+    if shaping != ShapingConfig() and shaped:
+        figures["reward/shaped_mean"] = sum(shaped) / len(shaped)
     first = messages[0] if messages else None
-    return TrainingBatch(samples, groups, failed, filtered, len(messages), first, mean_figures(scored))
+    return TrainingBatch(samples, [e.group for e in ordered], failed, filtered, len(messages), first, figures)
+
+
+def _reward(trajectory: Trajectory) -> float | None:
+    """The reward that counts; what the engine gave up (an abort, an error of its own) was never finished."""
+    reward = None if trajectory.finish_reason == "aborted" else trajectory.reward
+    return reward if reward is not None and math.isfinite(reward) and trajectory.response_tokens > 0 else None
+
+
+def _shape(trajectories: Sequence[Trajectory], max_new_tokens: int, shaping: ShapingConfig) -> list[float]:
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    lengths = [t.response_tokens for t in trajectories]
+    return shape_rewards(rewards, lengths, [t.finish_reason for t in trajectories], max_new_tokens, shaping)
+
+
+def _with_advantages(group: Group, advantages: Mapping[str, float]) -> Group:
+    trajectories = tuple(
+        t.with_advantage(advantages[t.sample_id]) if t.sample_id in advantages else t for t in group.trajectories
+    )
+    return replace(group, trajectories=trajectories)
 
 
 def mean_figures(scored: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -81,7 +125,7 @@ def mean_figures(scored: Sequence[ScoredGroup]) -> dict[str, float]:
     return {name: sum(found) / len(found) for name, found in values.items()}
 
 
-def learner_sample(trajectory: Trajectory, reference: Any | None = None) -> LearnerSample:
+def learner_sample(trajectory: Trajectory) -> LearnerSample:
     """The trajectory as learners and scorers take it."""
     assert trajectory.columns is not None, "a trajectory from the pool has columns"
     return LearnerSample(
@@ -89,7 +133,5 @@ def learner_sample(trajectory: Trajectory, reference: Any | None = None) -> Lear
         group_id=trajectory.group_id,
         total_tokens=trajectory.total_tokens,
         prompt_tokens=trajectory.prompt_tokens,
-        advantage=trajectory.advantage or 0.0,
         columns=trajectory.columns,
-        reference=reference,
     )

@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf.algorithms.catalogue import needs_reference
+from rlhf.algorithms.catalogue import needs_critic, needs_reference
 from rlhf.cluster.actors import Arguments
 from rlhf.config.schema import Config
+from rlhf.learners.critic import CriticLearner
 from rlhf.learners.policy import PolicyLearner
 from rlhf.rewards.actor import RewardActor
 from rlhf.rollout.engine import RolloutEngine
 from rlhf.rollout.types import EngineSpec
 from rlhf.scorers.reference import ReferenceScorer
+from rlhf.scorers.reward import RewardModelScorer
 from rlhf.tracking.folder import RunFolder
 from rlhf.tracking.recorder import TrajectoryRecorder
 from rlhf.weights.transports import ENGINE_BACKENDS, Transport
@@ -38,29 +40,37 @@ def transport(config: Config, device: str) -> Transport:
 
 
 def make_blueprints(
-    config: Config, device: Any, folder: RunFolder, reward_functions: Mapping[str, bytes]
+    config: Config,
+    device: Any,
+    folder: RunFolder,
+    reward_functions: Mapping[str, bytes],
+    own_algorithms: Mapping[str, bytes],
 ) -> dict[str, Blueprint]:
-    """All roles that this run has; no reference where nothing needs one."""
+    """All roles that this run has; none that nothing needs."""
     backend = ENGINE_BACKENDS[transport(config, device)]
-    ranks = config.policy.ranks
 
     def engine(rank: int) -> Arguments:
         return (EngineSpec.from_config(config, rank, device=device, weight_backend=backend),), {}
 
+    def model(plain: type, ranks: int, **named: Any) -> Blueprint:
+        arguments = lambda rank: ((config, rank, ranks, device), named)  # noqa: E731
+        return Blueprint(plain, ranks, arguments, {"DS_ACCELERATOR": device})
+
     blueprints = {
-        "policy": Blueprint(
-            PolicyLearner, ranks, lambda rank: ((config, rank, ranks, device), {}), {"DS_ACCELERATOR": device}
-        ),
+        "policy": model(PolicyLearner, config.policy.ranks, own=own_algorithms),
         "rollout": Blueprint(RolloutEngine, config.rollout.engines, engine, engine_environment(config, device)),
-        "reward": Blueprint(
-            RewardActor, 1, lambda _: ((config.reward, config.model.path, reward_functions, os.getcwd()), {})
-        ),
         "recorder": Blueprint(TrajectoryRecorder, 1, lambda _: ((config.model.path, folder.trajectories), {})),
     }
-    if needs_reference(config):
-        blueprints["reference"] = Blueprint(
-            ReferenceScorer, config.reference.ranks, lambda _: ((config, device), {}), {"DS_ACCELERATOR": device}
+    if config.reward.functions or reward_functions:
+        blueprints["reward"] = Blueprint(
+            RewardActor, 1, lambda _: ((config.reward, config.model.path, reward_functions, os.getcwd()), {})
         )
+    if needs_critic(config):
+        blueprints["critic"] = model(CriticLearner, config.critic.ranks)
+    if needs_reference(config):
+        blueprints["reference"] = model(ReferenceScorer, config.reference.ranks)
+    if config.reward.model is not None:
+        blueprints["reward_model"] = model(RewardModelScorer, config.reward.model.ranks)
     return blueprints
 
 

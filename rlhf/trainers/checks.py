@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
+from rlhf.algorithms.registry import OwnFunctionError, dump_own
 from rlhf.cluster.preflight import Refused
 from rlhf.config import ConfigError, files, rules
 from rlhf.config.rules import device_problems
@@ -54,3 +55,11 @@ def check_rewards(config: Config, functions: Mapping[str, RewardFunction]) -> di
     if problems:
         raise Refused("reward functions:\n" + "\n".join(f"  - {problem}" for problem in problems))
     return dump_functions(functions)
+
+
+def check_algorithms(config: Config) -> dict[str, bytes]:
+    """Find an advantage estimator and a loss of the user's own; returns them as they travel to the learner."""
+    try:
+        return dump_own(config.algorithm.advantage, config.algorithm.loss)
+    except OwnFunctionError as error:
+        raise Refused(str(error)) from error

@@ -33,7 +33,13 @@ class Journal:
         folder = RunFolder.open(config.run)
         with explain_write(folder.config_yaml):
             folder.config_yaml.write_text(dump_config(config), encoding="utf-8")
-        ranks = {"policy": config.policy.ranks, "rollout": config.rollout.engines, "reference": config.reference.ranks}
+        ranks = {
+            "policy": config.policy.ranks,
+            "critic": config.critic.ranks,
+            "rollout": config.rollout.engines,
+            "reference": config.reference.ranks,
+            "reward_model": config.reward.model.ranks if config.reward.model is not None else 0,
+        }
         trackers = make_trackers(config)
         trackers.start(config, folder)
         return Journal(folder, trackers, ranks)

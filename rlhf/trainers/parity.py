@@ -6,9 +6,8 @@ Engines start with dummy weights, so a probe after the first sync also proves th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -71,8 +70,3 @@ def compare_logprobs(columns: Mapping[str, Columns], trainer: Mapping[str, npt.N
     # argmax puts a NaN first.
     worst = int(np.argmax(gaps))
     return Parity(float(gaps[worst]), float(gaps.mean()), len(gaps), places[worst])
-
-
-def merge(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Put the ranks' shares of log-probs together."""
-    return {sample_id: values for shard in shards for sample_id, values in shard.items()}

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.cluster.model_shape import ModelShape
+from rlhf.algorithms.catalogue import needs_greedy
+from rlhf.algorithms.controller import KLController
+from rlhf.cluster.model_shape import ModelShapes
 from rlhf.cluster.session import open_session
 from rlhf.cluster.wait import first_failure
 from rlhf.config.schema import Config
@@ -21,15 +23,22 @@ from rlhf.rollout.types import Sampling
 from rlhf.tracking.metrics import reward_metrics, rollout_metrics
 from rlhf.tracking.spans import now, recorder, span
 from rlhf.trainers.batch import TrainingBatch, assemble
-from rlhf.trainers.checks import check_configuration, check_device, check_rewards, check_run_folder, open_journal
+from rlhf.trainers.checks import (
+    check_algorithms,
+    check_configuration,
+    check_device,
+    check_rewards,
+    check_run_folder,
+    open_journal,
+)
 from rlhf.trainers.evaluation import Evaluator
 from rlhf.trainers.journal import Journal
-from rlhf.trainers.parity import Parity, compare_logprobs, merge
+from rlhf.trainers.parity import Parity, compare_logprobs
 from rlhf.trainers.prompts import RunPrompts
 from rlhf.trainers.roles import Roles, start_roles
 from rlhf.trainers.scoring import ScoredGroup, score_group
 from rlhf.trainers.versions import check_versions
-from rlhf.trajectories import Ledger
+from rlhf.trajectories import Ledger, PromptDraw, Trajectory
 
 if TYPE_CHECKING:
     from rlhf.rewards.types import RewardFunction
@@ -75,14 +84,15 @@ class PPOTrainer:
         check_run_folder(config.run)
         prompts = RunPrompts.load(config)
         extra = check_rewards(config, self._reward_functions)
+        own = check_algorithms(config)
         notes: list[str] = []
-        async with open_session(config, ModelShape.from_path(config.model.path), say=notes.append) as session:
+        async with open_session(config, ModelShapes.of(config), say=notes.append) as session:
             check_device(config, session.needs.device)
             # The session closes inside the journal too: trackers may take their time once no process is left.
             with open_journal(config) as journal, contextlib.closing(session):
                 for note in [*notes, *prompts.notes()]:
                     journal.note(note)
-                async with start_roles(config, session, journal.folder, extra, journal.note) as roles:
+                async with start_roles(config, session, journal.folder, extra, own, journal.note) as roles:
                     return await roles.guard(_Run(config, prompts, journal, roles).train())
 
 
@@ -97,13 +107,16 @@ class _Run:
         self._sampling = Sampling.for_training(config)
         self._ledger = Ledger()
         self._evaluator = Evaluator(config, prompts, roles)
+        self._kl = KLController(config.algorithm.kl)
 
     async def train(self) -> RunSummary:
-        """Sync and probe, train all steps, export."""
+        """Sync and probe, give the critic its head start, train all steps, export."""
         await self._roles.sync(version=0)
         parity = await self._probe()
         self._journal.note(f"parity probe: {parity.max_abs:.2g} nats at most over {parity.tokens} tokens")
         await self._evaluate(step=0)
+        for number in range(1, self._config.critic.warmup_batches + 1):
+            await self._warm_up_critic(number)
         await self._write_spans()
         metrics: dict[str, float] = {}
         moved = 0
@@ -116,63 +129,94 @@ class _Run:
             await self._write_spans()
         if moved == 0:
             self._journal.note(
-                "warning: no step changed the model, the export equals what the run started from: "
-                "in every group all rewards were equal"
+                "warning: no step changed the model, the export equals what the run started from: every advantage was 0"
             )
         await self._roles.export(self._journal.folder.export)
         return RunSummary(self._journal.folder.path, self._config.run.steps, metrics)
 
     async def _step(self, step: int) -> dict[str, float]:
-        started = now()
-        async with first_failure() as scoring:
-            with span("rollout", step):
-                tasks = await self._generate(step, scoring)
-                generated_s = now() - started
-            with span("score", step):
-                scored = [await task for task in tasks]
-        with span("assemble", step):
-            batch = self._assemble(step, scored)
+        batch = await self._experience(step)
+        samples = [entry.sample for entry in batch.samples]
         with span("update", step):
             async with first_failure() as writing:
                 writing.create_task(self._roles.record(step, batch.groups))
-                learned = await self._roles.update(step, batch.samples)
-            self._ledger.settle("trained", len(batch.samples))
+                learned = await self._roles.update(step, samples, self._kl.coefficient)
+            self._ledger.settle("trained", len(samples))
         with span("sync", step):
             synced = await self._roles.sync(version=step)
         with span("account", step):
             self._ledger.check()
             recorder.absorb(await self._roles.drain_spans(), step)
-            return {
-                **batch.metrics(),
-                **reward_metrics(batch.trajectories),
-                **rollout_metrics(batch.trajectories, generated_s),
-                **learned,
-                **synced.metrics(),
-                **self._ledger.metrics(),
-            }
+            metrics = {**batch.metrics(), **reward_metrics(batch.trajectories), **learned}
+            if "policy/kl" in learned:
+                metrics["policy/kl_coefficient"] = self._kl.coefficient
+                self._kl.update(learned["policy/kl"], len(samples))
+            return {**metrics, **synced.metrics(), **self._ledger.metrics()}
 
-    async def _generate(self, step: int, scoring: asyncio.TaskGroup) -> list[asyncio.Task[ScoredGroup]]:
+    async def _experience(self, step: int) -> TrainingBatch:
+        """Generate, score and estimate a batch with the weights of the step before."""
+        started = now()
+        async with first_failure() as tasks:
+            with span("rollout", step):
+                draws = self._prompts.train.draw(self._config.rollout.prompts_per_step)
+                greedy = tasks.create_task(self._greedy(draws, step)) if needs_greedy(self._config) else None
+                scoring = await self._generate(draws, step, tasks)
+                generated_s = now() - started
+            with span("score", step):
+                scored = [await task for task in scoring]
+                baselines = await greedy if greedy is not None else None
+        with span("assemble", step):
+            batch = self._assemble(step, scored, baselines)
+        with span("estimate", step):
+            samples = await self._roles.predict([entry.sample for entry in batch.samples])
+            rewarded = [replace(entry, sample=s) for entry, s in zip(batch.samples, samples, strict=True)]
+            batch = batch.estimated(*await self._roles.estimate(rewarded, self._kl.coefficient))
+        return batch.with_figures(rollout_metrics(batch.trajectories, generated_s))
+
+    async def _generate(
+        self, draws: Sequence[PromptDraw], step: int, scoring: asyncio.TaskGroup
+    ) -> list[asyncio.Task[ScoredGroup]]:
         """Generate the step's groups; the scoring of each begins as soon as it is finished, in `scoring`."""
-        rollout = self._config.rollout
-        draws = self._prompts.train.draw(rollout.prompts_per_step)
-        self._ledger.draw(len(draws) * rollout.samples_per_prompt)
+        samples = self._config.rollout.samples_per_prompt
+        self._ledger.draw(len(draws) * samples)
         tasks: list[asyncio.Task[ScoredGroup]] = []
-        async for group in self._roles.pool.stream(draws, rollout.samples_per_prompt, self._sampling):
+        async for group in self._roles.pool.stream(draws, samples, self._sampling):
             self._ledger.buffer(len(group.trajectories))
             tasks.append(scoring.create_task(score_group(self._roles, group, step)))
         return tasks
 
-    def _assemble(self, step: int, scored: Sequence[ScoredGroup]) -> TrainingBatch:
-        """Advantages for every group; samples that can't be trained on leave the ledger here."""
-        batch = assemble(scored, weight_version=step - 1)
+    async def _greedy(self, draws: Sequence[PromptDraw], step: int) -> dict[int, Trajectory]:
+        """The scored greedy response to each prompt, by group: baselines, not samples, and so not in the ledger."""
+        stream = self._roles.pool.stream(draws, 1, self._sampling.at_temperature(0.0), purpose="greedy")
+        groups = [await score_group(self._roles, group, step, reference=False) async for group in stream]
+        return {scored.group.group_id: scored.group.trajectories[0] for scored in groups}
+
+    def _assemble(
+        self, step: int, scored: Sequence[ScoredGroup], greedy: Mapping[int, Trajectory] | None
+    ) -> TrainingBatch:
+        """What can be trained on; the other samples leave the ledger here."""
+        batch = assemble(scored, self._config, weight_version=max(0, step - 1), greedy=greedy)
         self._ledger.settle("failed", batch.failed)
         self._ledger.settle("filtered", batch.filtered)
         if not batch.samples:
             raise NothingToTrainOn(
                 f"step {step}: no sample is left to train on ({batch.failed} failed rewards, {batch.filtered} filtered "
-                f"because their group had fewer than two left). {batch.first_error or ''}".rstrip()
+                f"because their group had too few left). {batch.first_error or ''}".rstrip()
             )
         return batch
+
+    async def _warm_up_critic(self, number: int) -> None:
+        """Train the critic alone on a batch of the policy that the run starts with; the batch is discarded after it."""
+        with span("critic_warmup"):
+            batch = await self._experience(step=0)
+            learned = await self._roles.update_critic(number, [entry.sample for entry in batch.samples])
+        self._ledger.settle("discarded", len(batch.samples))
+        self._ledger.check()
+        explained = learned.get("critic/explained_variance")
+        self._journal.note(
+            f"critic warm-up {number}/{self._config.critic.warmup_batches}: loss {learned['critic/loss']:.4g}"
+            + ("" if explained is None else f", explained variance {explained:.3f}")
+        )
 
     async def _probe(self) -> Parity:
         """Compare engine and trainer on a few prompts of the run; raises `ParityError` beyond the dtype's bounds."""
@@ -182,7 +226,7 @@ class _Run:
             stream = self._roles.pool.stream(draws, 1, sampling, purpose="probe")
             trajectories = [t async for group in stream for t in group.trajectories]
             columns = await self._roles.columns(trajectories)
-            parity = compare_logprobs(columns, merge(await self._roles.logprobs(trajectories)))
+            parity = compare_logprobs(columns, await self._roles.logprobs(trajectories))
         parity.check(self._config.model.dtype)
         return parity
 

@@ -7,28 +7,30 @@ start as everything else together.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlhf.algorithms.catalogue import needs_old_logprobs
 from rlhf.cluster.actors import ActorGroup
 from rlhf.cluster.session import Session
 from rlhf.cluster.wait import wait_all
-from rlhf.config.schema import Config
+from rlhf.config.schema import Config, ReferenceConfig, RewardModelConfig
+from rlhf.rewards.types import SampleScore
 from rlhf.rollout.pool import RolloutPool
 from rlhf.tracking.folder import RunFolder
 from rlhf.tracking.spans import Span, now, recorder
 from rlhf.trainers.batch import learner_sample
 from rlhf.trainers.blueprints import make_blueprints, transport
+from rlhf.trainers.scorer_pool import ScorerPool, shares
 from rlhf.trajectories import Columns, Group, Trajectory
 from rlhf.weights.endpoint import Endpoint
 from rlhf.weights.sync import SyncReport, sync_weights
 
 if TYPE_CHECKING:
-    from rlhf.batching import LearnerSample
-    from rlhf.rewards.types import SampleScore
+    from rlhf.batching import Estimates, LearnerSample, RewardedSample
+    from rlhf.learners.learner import UpdateResult
 
 T = TypeVar("T")
 # What has no setting of its own: short calls that only ask, and the writing of a Parquet file.
@@ -49,16 +51,26 @@ class Roles:
         self._config = config
         self._session = session
         self._policy = groups["policy"]
+        self._critic = groups.get("critic")
         self._rollout = groups["rollout"]
-        self._reward = groups["reward"]
+        self._reward = groups.get("reward")
         self._recorder = groups["recorder"]
-        self._reference = groups.get("reference")
-        self._next_reference = itertools.cycle(range(len(self._reference or ())))
+        reward_model = config.reward.model
+        self.reward_model_weight = reward_model.weight if reward_model is not None else 0.0
+        self._reference = self._scorer_pool(groups, "reference", config.reference)
+        self._reward_model = self._scorer_pool(groups, "reward_model", reward_model)
         self._reward_calls = len(config.reward.functions) + extra_functions
         self._scoring = 0
-        self._referring = 0
         self._transport = transport(config, session.needs.device)
         self.pool = RolloutPool(self._rollout.handles, run_seed=config.run.seed, deadline_s=config.rollout.deadline_s)
+
+    @staticmethod
+    def _scorer_pool(
+        groups: Mapping[str, ActorGroup], role: str, settings: ReferenceConfig | RewardModelConfig | None
+    ) -> ScorerPool | None:
+        if settings is None or role not in groups:
+            return None
+        return ScorerPool(groups[role], sharded=settings.sharded, deadline_s=settings.deadline_s)
 
     async def guard(self, work: Awaitable[T]) -> T:
         """Await `work`; the first failure of any role ends it and is raised."""
@@ -67,22 +79,18 @@ class Roles:
     async def setup(self) -> None:
         """Load models, start engines, and let policy and engines meet in a transfer group."""
         rollout_s = max(_START_S, self._config.rollout.deadline_s)
-        policy_s = self._config.policy.deadline_s
-        master = await self._policy.free_address(0)
+        learners = [(self._policy, self._config.policy), (self._critic, self._config.critic)]
+        started = [(group, settings.deadline_s) for group, settings in learners if group is not None]
+        scorers = [pool for pool in (self._reference, self._reward_model) if pool is not None]
         _, workers, _ = await asyncio.gather(
-            self._policy.call("setup", master, what="loading the policy", deadline_s=policy_s),
+            asyncio.gather(*(_load(group, deadline_s) for group, deadline_s in started)),
             self._rollout.call("start", what="start of vLLM", deadline_s=rollout_s),
-            self._set_up_reference(),
+            asyncio.gather(*(_load(pool.group, max(_START_S, pool.deadline_s)) for pool in scorers)),
         )
-        # The dry run wants the cores for itself: what can't fit has to fail for that reason.
-        await self._policy.call("dry_run", what="dry run of the largest micro-batch", deadline_s=policy_s)
+        # One dry run at a time wants the cores for itself: what can't fit has to fail for that reason.
+        for group, deadline_s in started:
+            await group.call("dry_run", what="dry run of the largest micro-batch", deadline_s=deadline_s)
         await self._join_transfer(workers)
-
-    async def _set_up_reference(self) -> None:
-        if self._reference is not None:
-            await self._reference.call(
-                "setup", what="loading the reference", deadline_s=max(_START_S, self._config.reference.deadline_s)
-            )
 
     async def _join_transfer(self, workers: Sequence[int]) -> None:
         address, port = await self._policy.free_address(0)
@@ -102,8 +110,10 @@ class Roles:
         """Rewards of a group's samples, in their order.
 
         The functions' own deadlines are kept in the pool; the one here is for all calls that queue before, each of
-        which may end with a killed worker.
+        which may end with a killed worker. Without functions nothing is added to what a reward model says.
         """
+        if self._reward is None:
+            return [SampleScore(0.0, {}) for _ in group.trajectories]
         self._scoring += 1
         try:
             result = await self._reward.call_rank(
@@ -121,36 +131,93 @@ class Roles:
         scores: list[SampleScore] = result.scores
         return scores
 
-    async def reference_logprobs(self, group: Group) -> Any | None:
-        """Reference to the reference model's log-probs of a group; None where the run has no reference."""
+    async def reference_logprobs(self, group: Group) -> Mapping[str, Any] | None:
+        """For each sample of a group the reference to its reference log-probs; None where the run has no reference."""
         if self._reference is None:
             return None
-        samples = [learner_sample(trajectory) for trajectory in group.trajectories]
-        self._referring += 1
-        try:
-            spans, columns = await self._reference.call_rank(
-                next(self._next_reference),
-                "score",
-                samples,
-                num_returns=2,
-                what=f"reference log-probs of group {group.group_id}",
-                # A replica takes one group at a time, so the groups before this one count as well.
-                deadline_s=self._referring * self._config.reference.deadline_s,
-            )
-        finally:
-            self._referring -= 1
-        recorder.absorb(spans)
-        return columns
+        return await self._reference.score(group, f"reference log-probs of group {group.group_id}")
 
-    async def update(self, step: int, samples: Sequence[LearnerSample]) -> dict[str, float]:
-        """One update on all ranks; returns its metrics."""
-        results = await self._policy.call(
-            "update", step, samples, what=f"update of step {step}", deadline_s=self._config.policy.deadline_s
+    async def reward_model_scores(self, group: Group) -> Mapping[str, float] | None:
+        """The reward model's scores of a group, by sample id; None where the run has no reward model."""
+        if self._reward_model is None:
+            return None
+        return await self._fetch(await self._reward_model.score(group, f"reward model scores of {group.group_id}"))
+
+    async def _fetch(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """The scores themselves; only for what is small and the driver decides with."""
+        parts = list({id(reference): reference for reference in found.values()}.values())
+        fetched = await wait_all(parts, what="scores", deadline_s=_ASK_S)
+        return {sample_id: values for part in fetched for sample_id, values in part.items()}
+
+    async def predict(self, samples: Sequence[LearnerSample]) -> list[LearnerSample]:
+        """The samples with old log-probs ‖ critic's values, each where the run needs it."""
+        old, values = await asyncio.gather(
+            self._predictions(self._policy if needs_old_logprobs(self._config) else None, samples),
+            self._predictions(self._critic, samples),
         )
-        for result in results:
-            recorder.absorb(result.spans, step)
-        metrics: dict[str, float] = results[0].metrics
-        return metrics
+        return [s.with_scores(old_logprobs=old.get(s.sample_id), values=values.get(s.sample_id)) for s in samples]
+
+    async def _predictions(self, group: ActorGroup | None, samples: Sequence[LearnerSample]) -> dict[str, Any]:
+        """For each sample the reference to the columns of the rank that it was on."""
+        if group is None:
+            return {}
+        settings = self._config.policy if group is self._policy else self._config.critic
+        what = f"{group.role} scores of {len(samples)} samples"
+        return shares(await group.call("score", samples, num_returns=2, what=what, deadline_s=settings.deadline_s))
+
+    async def estimate(
+        self, samples: Sequence[RewardedSample], kl_coefficient: float
+    ) -> tuple[list[LearnerSample], Estimates]:
+        """Advantages (and returns, with a critic): the samples that lead to them, and what the driver reads."""
+        groups = list(dict.fromkeys(entry.sample.group_id for entry in samples))
+        count = len(groups) * (1 if self._critic is None else 2)
+        (spans, estimates), *columns = await self._policy.call_rank(
+            0,
+            "estimate",
+            samples,
+            kl_coefficient,
+            num_returns=1 + count,
+            what="advantages",
+            deadline_s=self._config.policy.deadline_s,
+        )
+        recorder.absorb(spans)
+        advantages = dict(zip(groups, columns, strict=False))
+        returns = dict(zip(groups, columns[len(groups) :], strict=False))
+        found = [
+            entry.sample.with_scores(
+                advantages=advantages[entry.sample.group_id], returns=returns.get(entry.sample.group_id)
+            )
+            for entry in samples
+        ]
+        return found, estimates
+
+    async def update(self, step: int, samples: Sequence[LearnerSample], kl_coefficient: float) -> dict[str, float]:
+        """One update of the policy ‖ one of the critic, where there is one; returns their metrics."""
+        learned, values = await asyncio.gather(
+            self._policy.call(
+                "update",
+                step,
+                samples,
+                kl_coefficient,
+                what=f"update of step {step}",
+                deadline_s=self._config.policy.deadline_s,
+            ),
+            self.update_critic(self._config.critic.warmup_batches + step, samples),
+        )
+        return {**_absorb(learned, step), **values}
+
+    async def update_critic(self, batch: int, samples: Sequence[LearnerSample]) -> dict[str, float]:
+        """Update the critic on its `batch`-th batch, of 1 to all, the warm-up's included; no metrics without one."""
+        if self._critic is None:
+            return {}
+        results = await self._critic.call(
+            "update",
+            batch,
+            samples,
+            what=f"critic's update on batch {batch}",
+            deadline_s=self._config.critic.deadline_s,
+        )
+        return _absorb(results, max(0, batch - self._config.critic.warmup_batches))
 
     async def record(self, step: int, groups: Sequence[Group]) -> None:
         """Write the step's samples to `trajectories/`."""
@@ -161,13 +228,10 @@ class Roles:
         found = await wait_all([t.columns for t in trajectories], what="columns of the probe", deadline_s=_ASK_S)
         return {t.sample_id: columns for t, columns in zip(trajectories, found, strict=True)}
 
-    async def logprobs(self, trajectories: Sequence[Trajectory]) -> list[Mapping[str, Any]]:
-        """The policy's own log-probs of these samples; each rank's share."""
+    async def logprobs(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+        """The policy's own log-probs of a few samples, fetched to the driver; only the parity probe does."""
         samples = [learner_sample(trajectory) for trajectory in trajectories]
-        shares: list[Mapping[str, Any]] = await self._policy.call(
-            "logprobs", samples, what="policy log-probs of the probe", deadline_s=self._config.policy.deadline_s
-        )
-        return shares
+        return await self._fetch(await self._predictions(self._policy, samples))
 
     async def drain_spans(self) -> list[Span]:
         """The engines' spans since the last call; the other roles hand theirs over with their results."""
@@ -179,18 +243,32 @@ class Roles:
         await self._policy.call("export", path, what="export", deadline_s=self._config.policy.deadline_s)
 
 
+async def _load(group: ActorGroup, deadline_s: float) -> None:
+    """Let the ranks of a learner or scorer meet, and load the model."""
+    master = await group.free_address(0)
+    await group.call("setup", master, what=f"loading the {group.role}", deadline_s=deadline_s)
+
+
+def _absorb(results: Sequence[UpdateResult], step: int) -> dict[str, float]:
+    """Record the ranks' spans; their metrics, which are equal."""
+    for result in results:
+        recorder.absorb(result.spans, step)
+    return results[0].metrics
+
+
 @asynccontextmanager
 async def start_roles(
     config: Config,
     session: Session,
     folder: RunFolder,
     reward_functions: Mapping[str, bytes],
+    own_algorithms: Mapping[str, bytes],
     say: Callable[[str], None],
 ) -> AsyncIterator[Roles]:
     """Start every role of the run within `session`; a failure of any of them ends the others' start."""
     started = now()
     await session.placement.reserve(session.needs, config.placement.deadline_s)
-    blueprints = make_blueprints(config, session.needs.device, folder, reward_functions)
+    blueprints = make_blueprints(config, session.needs.device, folder, reward_functions, own_algorithms)
     roles_started = ", ".join(f"{role} x{blueprint.ranks}" for role, blueprint in blueprints.items())
     say(f"starting {roles_started}; their output goes to {folder.logs}")
     starts = [

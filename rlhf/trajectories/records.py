@@ -48,17 +48,33 @@ class PromptDraw:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingMask:
+    """Which token ids an engine could sample at each of R response tokens, where it could not sample all of them.
+
+    For token r the ids `token_ids[offsets[r]:offsets[r + 1]]` are the only ones that were allowed (`allowed` True:
+    top-k and top-p), or the only ones that were not (`allowed` False: tokens that would end a response too early).
+    offsets [R + 1] int64, token_ids int32.
+    """
+
+    offsets: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int32]
+    allowed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Columns:
     """The arrays of one sample; T = prompt + response tokens.
 
     token_ids [T] int32; loss_mask [T] bool, True where the policy sampled the token; logprobs [T] float32, nats, of the
-    distribution that was sampled from; weight_versions [T] int32, the version that produced each token.
+    distribution that was sampled from; weight_versions [T] int32, the version that produced each token; sampling_mask
+    is None where every token could be sampled.
     """
 
     token_ids: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.bool_]
     logprobs: npt.NDArray[np.float32]
     weight_versions: npt.NDArray[np.int32]
+    sampling_mask: SamplingMask | None = None
 
     @staticmethod
     def from_completion(
@@ -66,6 +82,7 @@ class Columns:
         response_ids: Sequence[int],
         response_logprobs: Sequence[float],
         weight_versions: Sequence[int] | int,
+        sampling_mask: SamplingMask | None = None,
     ) -> Columns:
         """Columns of a single-turn sample: the prompt's positions masked, the response's as the engine gave them."""
         if len(response_ids) != len(response_logprobs):
@@ -80,7 +97,7 @@ class Columns:
         versions = np.full(total, -1, dtype=np.int32)
         versions[prompt:] = weight_versions
         ids = np.array([*prompt_ids, *response_ids], dtype=np.int32)
-        return Columns(token_ids=ids, loss_mask=mask, logprobs=logprobs, weight_versions=versions)
+        return Columns(ids, mask, logprobs, versions, sampling_mask)
 
 
 @dataclass(frozen=True, slots=True)

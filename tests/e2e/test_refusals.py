@@ -12,7 +12,12 @@ CASES = {
     "a mistyped key": (["policy.learnig_rate=1"], "policy.learning_rate"),
     "a group of one": (["rollout.samples_per_prompt=1"], "samples_per_prompt"),
     "temperature 0": (["rollout.sampling.temperature=0"], "temperature"),
-    "top-k": (["rollout.sampling.top_k=5"], "top_k"),
+    "top-p without top-k": (["rollout.sampling.top_p=0.9"], "top_k"),
+    "an estimator without its critic's reward model": (
+        ["algorithm.advantage=gae", "critic.model=reward"],
+        "reward.model",
+    ),
+    "an unknown loss": (["algorithm.loss=gpso"], "gspo"),
     "resume": (["run.if_exists=resume"], "replace"),
     "a missing model": (["model.path=./nowhere"], "model.path"),
     "heads that do not divide": (["rollout.tensor_parallel=3"], "tensor_parallel"),

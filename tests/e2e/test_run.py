@@ -137,7 +137,15 @@ def test_spans_are_those_of_all_roles_and_belong_to_steps(run):
     steps = {span["span_id"]: span for span in spans if span["name"] == "step"}
     assert sorted(span["step"] for span in steps.values()) == [1, 2]
     phases = [span for span in spans if span["parent"] in steps and span["role"] == "driver"]
-    assert {span["name"] for span in phases} == {"rollout", "score", "assemble", "update", "sync", "account"}
+    assert {span["name"] for span in phases} == {
+        "rollout",
+        "score",
+        "assemble",
+        "estimate",
+        "update",
+        "sync",
+        "account",
+    }
 
 
 def test_the_export_loads_in_transformers_and_differs_from_the_start(run, tiny_untied, tiny_tied):

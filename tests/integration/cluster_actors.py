@@ -14,11 +14,13 @@ from typing import Any
 import psutil
 
 from rlhf.cluster.actors import ActorGroup
-from rlhf.cluster.model_shape import ModelShape
+from rlhf.cluster.model_shape import ModelShape, ModelShapes
 from rlhf.cluster.session import Session, open_session
 from rlhf.config import Config, config_from_dict
 
-SHAPE = ModelShape(layers=2, hidden=8, intermediate=16, heads=4, kv_heads=2, head_dim=2, vocab=10, tied=True)
+SHAPE = ModelShapes(
+    ModelShape(layers=2, hidden=8, intermediate=16, heads=4, kv_heads=2, head_dim=2, vocab=10, tied=True)
+)
 
 
 def config(ranks: int = 2, engines: int = 1) -> Config:

@@ -90,9 +90,18 @@ class Engine:
         ray.get(self.handle.start.remote(), timeout=START_S)
 
     def generate(
-        self, prompt: list[int], *, seed: int = 1, temperature: float = 1.0, new: int = 8, stop: tuple[str, ...] = ()
+        self,
+        prompt: list[int],
+        *,
+        seed: int = 1,
+        temperature: float = 1.0,
+        new: int = 8,
+        stop: tuple[str, ...] = (),
+        top_k: int = -1,
+        top_p: float = 1.0,
+        min_new: int = 0,
     ) -> tuple[Completion, Columns]:
-        sampling = Sampling(temperature, 1.0, -1, stop, new)
+        sampling = Sampling(temperature, top_p, top_k, stop, new, min_new)
         request = GenerationRequest(f"test-{next(_numbers)}", tuple(prompt), sampling, seed)
         return tuple(ray.get(self.handle.generate.options(num_returns=2).remote(request), timeout=CALL_S))
 

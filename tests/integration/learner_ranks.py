@@ -14,11 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhf.algorithms.losses import Surrogate, SurrogateInput
 from rlhf.batching import LearnerSample
-from rlhf.config.schema import Config
+from rlhf.config.schema import AlgorithmConfig, Config
+from rlhf.learners.critic import CriticLearner
+from rlhf.learners.critic_update import CriticUpdate
 from rlhf.learners.policy import PolicyLearner
+from rlhf.learners.policy_update import PolicyUpdate
 from rlhf.learners.ranks import LearnerError
-from rlhf.learners.update import PolicyUpdate, _meter
+from rlhf.learners.update import Turn
 from rlhf.trajectories import Columns
 
 VOCABULARY = 104
@@ -33,6 +37,8 @@ def make_config(model: Path | str, dtype: str = "float32", **overrides: dict[str
         "reward": {"functions": [{"name": "length"}]},
         "policy": {"max_tokens_per_microbatch": 4096, "learning_rate": 1e-3},
         "placement": {"deadline_s": 60},
+        # The samples' engine log-probs are made up; what the correction does with true ones is checked by itself.
+        "algorithm": {"correction": {"method": "none"}},
         # One thread a process: three of them share the machine's cores.
         "run": {"deterministic": True},
     }
@@ -44,8 +50,29 @@ def make_config(model: Path | str, dtype: str = "float32", **overrides: dict[str
 def make_sample(index: int, prompt: list[int], response: list[int], advantage: float) -> LearnerSample:
     """A sample whose engine log-probs are made up; four to a group."""
     columns = Columns.from_completion(tuple(prompt), response, [-1.0] * len(response), 0)
-    total = len(prompt) + len(response)
-    return LearnerSample(f"{index // 4}-{index % 4}", index // 4, total, len(prompt), advantage, columns)
+    sample = LearnerSample(f"{index // 4}-{index % 4}", index // 4, len(prompt) + len(response), len(prompt), columns)
+    return with_advantage(sample, advantage)
+
+
+def advantage_of(sample: LearnerSample) -> float:
+    """The advantage that all tokens of a sample share."""
+    scores = sample.scores["advantages"]
+    assert isinstance(scores, dict)
+    return float(scores[sample.sample_id][0])
+
+
+def with_returns(samples: list[LearnerSample], seed: int = 0) -> list[LearnerSample]:
+    """The samples with values and returns for a critic."""
+    generator = np.random.default_rng(seed)
+    scores = [
+        {s.sample_id: generator.normal(size=s.total_tokens).astype(np.float32) for s in samples} for _ in range(2)
+    ]
+    return [sample.with_scores(values=scores[0], returns=scores[1]) for sample in samples]
+
+
+def with_advantage(sample: LearnerSample, advantage: float) -> LearnerSample:
+    """The sample with one advantage for all its tokens."""
+    return sample.with_scores(advantages={sample.sample_id: np.full(sample.total_tokens, advantage, np.float32)})
 
 
 def make_samples(seed: int = 0, count: int = 8) -> list[LearnerSample]:
@@ -62,18 +89,23 @@ def make_samples(seed: int = 0, count: int = 8) -> list[LearnerSample]:
 class Rank:
     """A learner and what the checks do with it."""
 
-    def __init__(self, arguments: argparse.Namespace, config: Config) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, config: Config, kind: type[PolicyLearner | CriticLearner] = PolicyLearner
+    ) -> None:
         self.config = config
-        self.learner = PolicyLearner(config, arguments.rank, arguments.world, "cpu")
+        self.learner: Any = kind(config, arguments.rank, arguments.world, "cpu")
         self.learner.setup(("127.0.0.1", arguments.port))
 
-    def configure(self, **overrides: dict[str, Any]) -> None:
-        """Change settings that the update loop reads, under the same engine."""
+    def configure(self, surrogate: Surrogate | None = None, **overrides: dict[str, Any]) -> None:
+        """Change settings that the update loop reads, or the loss, under the same engine."""
         sections = self.config.model_dump()
         for section, values in overrides.items():
-            sections[section].update(values)
+            sections[section] = {**sections[section], **values}
         config = Config.model_validate(sections)
-        self.learner._update = PolicyUpdate(config, self.learner._zero, self.learner._ranks)
+        if isinstance(self.learner, CriticLearner):
+            self.learner._update = CriticUpdate(config, self.learner._zero, self.learner._ranks)
+        else:
+            self.learner._update = PolicyUpdate(config, self.learner._zero, self.learner._ranks, surrogate)
 
     def gradients(self, samples: list[LearnerSample]) -> dict[str, torch.Tensor]:
         """Loss and unclipped gradients of one optimizer step, whole on every rank; they are discarded again."""
@@ -82,12 +114,28 @@ class Rank:
         update = self.learner._update
         shard = update.shard(samples, 1)
         (minibatch,) = shard.layout.minibatches
-        loss = update.accumulate(minibatch, shard, _meter(samples))
+        loss = update.accumulate(minibatch, shard, update.meter(shard), Turn())
         found = {"loss": torch.tensor(self.learner._ranks.sum([loss]))}
-        for name, parameter in self.learner.module.named_parameters():
+        for name, parameter in self.learner._zero.model.lm.named_parameters():
             found[name] = safe_get_full_grad(parameter).clone()
         self.learner._zero.discard_gradients()
         return found
+
+    def logprobs(self, samples: list[LearnerSample]) -> dict[str, Any]:
+        """Log-probs of this rank's share."""
+        scored: dict[str, Any] = self.learner._update.score(samples)
+        return scored
+
+    def everyones(self, samples: list[LearnerSample]) -> dict[str, Any]:
+        """Log-probs of all ranks' shares."""
+        shares: list[Any] = [None] * self.learner._world_size
+        torch.distributed.all_gather_object(shares, self.logprobs(samples))
+        return {sample_id: values for share in shares for sample_id, values in share.items()}
+
+    def with_old(self, samples: list[LearnerSample]) -> list[LearnerSample]:
+        """The samples with old log-probs, as a batch with several updates has them."""
+        old = self.everyones(samples)
+        return [sample.with_scores(old_logprobs=old) for sample in samples]
 
     def weights(self) -> dict[str, torch.Tensor]:
         """All weights, whole on every rank."""
@@ -126,17 +174,17 @@ def check_stage(arguments: argparse.Namespace, dtype: str, stage: int) -> dict[s
         pair = [make_sample(0, [5, 76, 5], [84], 1.0), make_sample(1, [5, 76], [84, 7, 2], -1.0)]
         found[f"loss of one and three tokens, {aggregation}"] = float(rank.gradients(pair)["loss"])
     rank.configure()
-    found["logprobs"] = rank.learner.logprobs(samples)
+    found["logprobs"] = rank.logprobs(samples)
 
     # None of these may move a weight.
     last = arguments.rank == arguments.world - 1
     broken = [replace(s, total_tokens=s.total_tokens + 1) for s in samples] if last else samples
     found["one rank fails"] = rank.failure(broken)
-    found["NaN advantage"] = rank.failure([*samples[:2], replace(samples[2], advantage=float("nan")), *samples[3:]])
-    found["gradient overflows"] = rank.failure([replace(s, advantage=3e38) for s in samples])
-    rank.learner.update(1, [replace(s, advantage=0.0) for s in samples])
+    found["NaN advantage"] = rank.failure([*samples[:2], with_advantage(samples[2], float("nan")), *samples[3:]])
+    found["gradient overflows"] = rank.failure([with_advantage(s, 3e38) for s in samples])
+    rank.learner.update(1, [with_advantage(s, 0.0) for s in samples])
     rank.configure(policy={"learning_rate": 0.0, "epochs": 2, "minibatches": 2})
-    found["metrics at rate 0"] = rank.learner.update(1, samples).metrics
+    found["metrics at rate 0"] = rank.learner.update(1, rank.with_old(samples)).metrics
     found["unmoved"] = rank.weights()
     return found
 
@@ -159,10 +207,11 @@ def check_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     samples = make_samples()
     rank = Rank(arguments, make_config(Path(arguments.models) / "dropout", rollout={"sampling": {"temperature": 0.5}}))
-    first, second = rank.learner.logprobs(samples), rank.learner.logprobs(samples)
+    first, second = rank.logprobs(samples), rank.logprobs(samples)
     found["log-probs twice"] = (first, second)
     rank.configure(policy={"learning_rate": 0.0, "epochs": 2, "minibatches": 2})
-    found["dropout"] = rank.learner.update(1, samples).metrics
+    found["dropout"] = rank.learner.update(1, rank.with_old(samples)).metrics
+    rank.configure(policy={"learning_rate": 0.0})
 
     def with_engine(logprobs: dict[str, Any], shift: int) -> list[LearnerSample]:
         changed = []
@@ -173,20 +222,77 @@ def check_settings(arguments: argparse.Namespace) -> dict[str, Any]:
             changed.append(replace(sample, columns=replace(sample.columns, logprobs=values)))
         return changed
 
-    shares: list[Any] = [None] * arguments.world
-    torch.distributed.all_gather_object(shares, first)
-    everyones = {sample_id: values for share in shares for sample_id, values in share.items()}
+    everyones = rank.everyones(samples)
     found["parity"] = rank.learner.update(1, with_engine(everyones, 0)).metrics
     found["parity, shifted by one"] = rank.learner.update(1, with_engine(everyones, 1)).metrics
     rank.configure(policy={"learning_rate": 0.0}, algorithm={"kl": {"where": "loss", "coefficient": 2.0}})
     scored = {sample_id: values - 0.5 for sample_id, values in everyones.items()}
-    found["kl"] = rank.learner.update(1, [replace(s, reference=scored, advantage=0.0) for s in samples]).metrics
+    found["kl"] = rank.learner.update(
+        1, [with_advantage(s, 0.0).with_scores(reference=scored) for s in samples]
+    ).metrics
     poisoned = {sample_id: np.full_like(values, np.nan) for sample_id, values in everyones.items()}
     rank.configure(policy={"learning_rate": 0.0}, algorithm={"kl": {"where": "loss", "coefficient": 0.0}})
     found["NaN reference, coefficient 0"] = rank.learner.update(
-        1, [replace(s, reference=poisoned) for s in samples]
+        1, [s.with_scores(reference=poisoned) for s in samples]
     ).metrics
     found["no reference"] = rank.learner.update(1, samples).metrics
+    return found
+
+
+def check_critic(arguments: argparse.Namespace, stage: int) -> dict[str, Any]:
+    """Gradients, values and updates of a critic that starts from a reward model with its head."""
+    reward, policy = Path(arguments.models) / "reward", Path(arguments.models) / "untied"
+    found: dict[str, Any] = {}
+    settings = {"zero_stage": stage, "learning_rate": 1e-2, "model": str(reward), "value_clip": 0.5}
+    rank = Rank(arguments, make_config(policy, algorithm={"advantage": "gae"}, critic=settings), CriticLearner)
+    samples = with_returns(make_samples())
+    for layout, tokens in (("1x8", 4096), ("8x1", 1)):
+        rank.configure(critic={"max_tokens_per_microbatch": tokens})
+        found[f"gradients {layout}"] = rank.gradients(samples)
+    rank.configure()
+    rank.learner.dry_run()
+    found["gradients after dry run"] = rank.gradients(samples)
+    found["gradients of one sample"] = rank.gradients(samples[:1])
+    found["values"] = rank.logprobs(samples)
+    # Values far from where they started are what is wanted here.
+    rank.configure(critic={"value_clip": None})
+    found["metrics"] = [rank.learner.update(step, samples).metrics for step in (1, 2, 3, 4, 5, 6)]
+    found["no returns"] = rank.failure(make_samples())
+    return found
+
+
+def check_loss(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the loss is made of besides the surrogate, and a surrogate of the user's own that fails."""
+    found: dict[str, Any] = {}
+    rank = Rank(arguments, make_config(Path(arguments.models) / "untied", policy={"learning_rate": 0.0}))
+    samples = [with_advantage(sample, 1.0) for sample in make_samples()]
+    trainer = rank.everyones(samples)
+
+    def sampled_from(shift: float) -> list[LearnerSample]:
+        """The samples, their engine's log-probs `shift` nats below the trainer's."""
+        return [
+            replace(s, columns=replace(s.columns, logprobs=trainer[s.sample_id] - np.float32(shift)))  # type: ignore[type-var]
+            for s in samples
+        ]
+
+    corrected = {"correction": {"method": "token_truncate"}}
+    rank.configure(algorithm=corrected)
+    found["engine agrees"] = rank.learner.update(1, sampled_from(0.0)).metrics
+    found["engine four times less likely"] = rank.learner.update(1, sampled_from(float(np.log(4)))).metrics
+    rank.configure(algorithm={**corrected, "entropy_coefficient": 0.5})
+    found["entropy bonus"] = rank.learner.update(1, [with_advantage(s, 0.0) for s in sampled_from(0.0)]).metrics
+    rank.configure(algorithm={"old_logprobs": "engine", "correction": {"method": "none"}, "clip": {"high": 0.5}})
+    found["ratio from the engine"] = rank.learner.update(1, sampled_from(float(np.log(4)))).metrics
+
+    def own_loss(inputs: SurrogateInput, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
+        if arguments.rank == arguments.world - 1:
+            raise RuntimeError("the user's own mistake")
+        return -inputs.advantages_N * inputs.ratio_N, torch.zeros_like(inputs.ratio_N, dtype=torch.bool)
+
+    rank.configure(own_loss)
+    found["own loss fails on the last rank"] = rank.failure(samples)
+    rank.configure(lambda inputs, config: (-2 * inputs.advantages_N * inputs.ratio_N, inputs.ratio_N > 9))
+    found["own loss"] = rank.learner.update(1, samples).metrics
     return found
 
 
@@ -204,7 +310,9 @@ def main() -> None:
             found[f"stage {stage} {dtype}"] = check_stage(arguments, dtype, stage)
         for model, dtype in (("untied", "float32"), ("tied", "float32"), ("tied", "bfloat16")):
             found[f"training {stage} {model} {dtype}"] = check_training(arguments, model, dtype, stage)
+        found[f"critic {stage}"] = check_critic(arguments, stage)
     found["settings"] = check_settings(arguments)
+    found["loss"] = check_loss(arguments)
     torch.save(found, Path(arguments.out) / f"found-{arguments.world}-{arguments.rank}.pt")
 
 

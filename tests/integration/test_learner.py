@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.learner_ranks import make_samples
-from tests.tiny import make_tiny_model
+from rlhf.models.batch import pad_batch
+from rlhf.models.value import load_value_model
+from tests.integration.learner_ranks import advantage_of, make_samples, with_returns
+from tests.tiny import make_tiny_model, make_tiny_reward_model
 
 DEADLINE_S = 300
 STAGES = (1, 2, 3)
@@ -42,6 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny_model(folder / "untied", with_template=True)
     make_tiny_model(folder / "tied", tied=True, with_template=True)
     make_tiny_model(folder / "dropout", attention_dropout=0.5)
+    make_tiny_reward_model(folder / "reward")
     return folder
 
 
@@ -87,7 +90,7 @@ def plain_loss(model: Any, seed: int) -> torch.Tensor:
         ids = torch.from_numpy(sample.columns.token_ids.astype(np.int64))  # type: ignore[union-attr]
         logprobs = torch.log_softmax(model(ids[None]).logits[0, :-1].float(), dim=-1)
         chosen = logprobs.gather(1, ids[1:, None]).squeeze(1)[sample.prompt_tokens - 1 :]
-        losses.append(-sample.advantage * (chosen - chosen.detach()).exp())
+        losses.append(-advantage_of(sample) * (chosen - chosen.detach()).exp())
     return torch.cat(losses).mean()
 
 
@@ -284,3 +287,116 @@ class TestReferenceKL:
         for name in ("policy/loss", "policy/grad_norm"):
             assert poisoned[name] == without[name]
         assert "policy/kl" not in without
+
+
+@pytest.fixture(scope="module")
+def plain_critic(folder: Path) -> dict[str, torch.Tensor]:
+    """Values, loss and gradients of the critic by plain torch: half the squared error against returns, token mean."""
+    model = load_value_model(str(folder / "reward"), "float32", "checkpoint")
+    samples = with_returns(make_samples())
+    values = model(pad_batch([s.columns for s in samples], "cpu"))  # type: ignore[misc]
+    flat = {
+        name: torch.from_numpy(
+            np.concatenate([s.scores[name][s.sample_id][s.prompt_tokens :] for s in samples])  # type: ignore[index]
+        )
+        for name in ("values", "returns")
+    }
+    clipped = torch.clamp(values, flat["values"] - 0.5, flat["values"] + 0.5)
+    errors = torch.maximum((values - flat["returns"]) ** 2, (clipped - flat["returns"]) ** 2)
+    loss = 0.5 * errors.mean()
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.lm.named_parameters() if p.grad is not None}
+    return {"values": values.detach(), "loss": loss.detach().double()[None], **gradients}
+
+
+class TestCritic:
+    @pytest.mark.parametrize("run", RUNS)
+    @pytest.mark.parametrize("stage", STAGES)
+    @pytest.mark.parametrize("layout", ["1x8", "8x1", "after dry run"])
+    def test_gradient_is_that_of_plain_torch_for_any_micro_batches_ranks_and_stage(
+        self, found: Found, plain_critic: dict[str, torch.Tensor], run: str, stage: int, layout: str
+    ) -> None:
+        gradients = found[run][f"critic {stage}"][f"gradients {layout}"]
+        expected = {name: value for name, value in plain_critic.items() if name != "values"}
+        assert relative({name: gradients[name] for name in expected}, expected) < FLOAT32_BOUND
+
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_rank_without_samples_takes_part(self, found: Found, stage: int) -> None:
+        key, what = f"critic {stage}", "gradients of one sample"
+        assert relative(found["two ranks, first"][key][what], found["one rank"][key][what]) < FLOAT32_BOUND
+
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_shares_of_values_make_up_the_whole(
+        self, found: Found, plain_critic: dict[str, torch.Tensor], stage: int
+    ) -> None:
+        shares = [found[run][f"critic {stage}"]["values"] for run in RUNS[1:]]
+        assert not shares[0].keys() & shares[1].keys()
+        whole = {**shares[0], **shares[1]}
+        flat = np.concatenate([whole[s.sample_id][s.prompt_tokens :] for s in make_samples()])
+        np.testing.assert_allclose(flat, plain_critic["values"].numpy(), atol=1e-5)
+
+    @pytest.mark.parametrize("run", RUNS)
+    def test_updates_bring_the_values_to_the_returns(self, found: Found, run: str) -> None:
+        for stage in STAGES:
+            losses = [m["critic/loss"] for m in found[run][f"critic {stage}"]["metrics"]]
+            assert losses[-1] < 0.7 * losses[0]
+
+    def test_ranks_report_the_same_metrics(self, found: Found) -> None:
+        first, *others = (found[run]["critic 1"]["metrics"][0] for run in RUNS)
+        assert all(other == pytest.approx(first, rel=1e-4, abs=1e-6) for other in others)
+
+    def test_explained_variance_is_that_of_the_values_before_the_update(self, found: Found) -> None:
+        samples = with_returns(make_samples())
+        values, returns = (
+            np.concatenate([s.scores[name][s.sample_id][s.prompt_tokens :] for s in samples])  # type: ignore[index]
+            for name in ("values", "returns")
+        )
+        metrics = found["two ranks, first"]["critic 1"]["metrics"][0]
+        assert metrics["critic/explained_variance"] == pytest.approx(1 - np.var(returns - values) / np.var(returns))
+        assert metrics["critic/return_mean"] == pytest.approx(returns.mean(), abs=1e-6)
+
+    @pytest.mark.parametrize("run", RUNS)
+    def test_samples_without_returns_are_an_error(self, found: Found, run: str) -> None:
+        assert "no returns" in found[run]["critic 1"]["no returns"]
+
+
+class TestLossTerms:
+    @pytest.mark.parametrize("run", RUNS)
+    def test_an_engine_that_agrees_has_weight_one_and_the_ratio_is_exactly_one(self, found: Found, run: str) -> None:
+        metrics = found[run]["loss"]["engine agrees"]
+        assert metrics["policy/ratio_max"] == 1.0
+        assert metrics["correction/weight_mean"] == pytest.approx(1.0, abs=1e-5)
+        assert metrics["correction/effective_sample_size"] == pytest.approx(1.0, abs=1e-6)
+        assert metrics["parity/kl"] == pytest.approx(0.0, abs=1e-6)
+
+    @pytest.mark.parametrize("run", RUNS)
+    def test_weights_are_truncated_and_multiply_the_loss(self, found: Found, run: str) -> None:
+        # Trainer four times as likely as the engine: weight min(4, 2) = 2, advantage 1, ratio 1: loss -2.
+        # Mismatch, k3 with d = engine - trainer = -ln 4: exp(ln 4) - 1 - ln 4 = 1.61371.
+        metrics = found[run]["loss"]["engine four times less likely"]
+        assert metrics["correction/weight_mean"] == pytest.approx(2.0, rel=1e-5)
+        assert metrics["policy/loss"] == pytest.approx(-2.0, rel=1e-5)
+        assert metrics["parity/kl"] == pytest.approx(1.61371, rel=1e-4)
+
+    @pytest.mark.parametrize("run", RUNS)
+    def test_the_entropy_bonus_is_its_coefficient_times_the_entropy(self, found: Found, run: str) -> None:
+        metrics = found[run]["loss"]["entropy bonus"]
+        assert metrics["policy/loss"] == pytest.approx(-0.5 * metrics["policy/entropy"], rel=1e-5)
+        assert metrics["policy/grad_norm"] > 0
+
+    @pytest.mark.parametrize("run", RUNS)
+    def test_a_ratio_from_the_engine_starts_where_the_engine_is(self, found: Found, run: str) -> None:
+        # The ratio is 4 in the first update, clipped at 1.5: loss -1.5, and no gradient is left.
+        metrics = found[run]["loss"]["ratio from the engine"]
+        assert metrics["policy/ratio_max"] == pytest.approx(4.0, rel=1e-5)
+        assert metrics["policy/loss"] == pytest.approx(-1.5, rel=1e-5)
+        assert metrics["policy/clip_fraction"] == 1.0
+        assert metrics["policy/grad_norm"] == 0.0
+
+    @pytest.mark.parametrize("run", RUNS)
+    def test_an_exception_in_the_users_loss_on_one_rank_ends_the_update_on_all(self, found: Found, run: str) -> None:
+        rank = 0 if run == "one rank" else 1
+        message = found[run]["loss"]["own loss fails on the last rank"]
+        assert message.startswith(f"computing the loss failed on rank {rank}: RuntimeError: the user's own mistake")
+        # The learner goes on: the next update is that of a loss that works, -2 A r.
+        assert found[run]["loss"]["own loss"]["policy/loss"] == pytest.approx(-2.0, rel=1e-6)

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlhf.batching import LearnerSample, fetch_columns, fetch_reference, samples
+from rlhf.batching import LearnerSample, fetch_columns, fetch_scores, samples
 from rlhf.trajectories import Columns
 
 
 def sample(sample_id: str = "0-0", **changes: object) -> LearnerSample:
     columns = Columns.from_completion((5, 76), [84, 7, 2], [-1.0, -2.0, -3.0], 0)
-    return replace(LearnerSample(sample_id, 0, 5, 2, 1.0, columns), **changes)  # type: ignore[arg-type]
+    return replace(LearnerSample(sample_id, 0, 5, 2, columns), **changes)  # type: ignore[arg-type]
 
 
 def test_columns_come_back_by_sample_id() -> None:
@@ -33,27 +33,34 @@ def test_first_token_can_not_be_a_response_token() -> None:
         fetch_columns([sample(total_tokens=2, prompt_tokens=0, columns=columns)], 1.0)
 
 
-def test_batch_without_reference_has_none() -> None:
-    assert fetch_reference([sample()], 1.0) is None
+def test_batch_without_scores_of_a_name_has_none() -> None:
+    assert fetch_scores([sample()], "reference", 1.0) is None
+    assert fetch_scores([sample().with_scores(values={"0-0": np.zeros(5)})], "reference", 1.0) is None
 
 
-def test_reference_is_picked_by_sample_id() -> None:
+def test_scores_are_picked_by_name_and_sample_id() -> None:
     scored = {"0-0": np.zeros(5, np.float32), "0-1": np.ones(5, np.float32)}
-    found = fetch_reference([sample("0-1", reference=scored), sample("0-0", reference=scored)], 1.0)
+    other = {"0-0": np.full(5, 9.0), "0-1": np.full(5, 9.0)}
+    batch = [sample(i).with_scores(reference=scored, values=other) for i in ("0-1", "0-0")]
+    found = fetch_scores(batch, "reference", 1.0)
     assert found is not None
     assert found["0-1"].tolist() == [1.0] * 5
 
 
-def test_reference_of_some_samples_only_is_an_error() -> None:
+def test_scores_that_are_none_are_left_out() -> None:
+    assert not sample().with_scores(reference=None).scores
+
+
+def test_scores_of_some_samples_only_are_an_error() -> None:
     scored = {"0-0": np.zeros(5, np.float32)}
-    with pytest.raises(ValueError, match="sample 0-1 has no reference log-probs"):
-        fetch_reference([sample(reference=scored), sample("0-1")], 1.0)
+    with pytest.raises(ValueError, match="sample 0-1 has no reference, others of the batch have"):
+        fetch_scores([sample().with_scores(reference=scored), sample("0-1")], "reference", 1.0)
 
 
 @pytest.mark.parametrize("scored", [{}, {"0-0": np.zeros(4, np.float32)}])
-def test_missing_or_short_reference_is_an_error(scored: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"sample 0-0: (none|4) reference log-probs for 5 tokens"):
-        fetch_reference([sample(reference=scored)], 1.0)
+def test_missing_or_short_scores_are_an_error(scored: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"sample 0-0: (none|4) values for 5 tokens"):
+        fetch_scores([sample().with_scores(values=scored)], "values", 1.0)
 
 
 def test_references_are_fetched_in_one_call_with_the_deadline_and_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,15 +74,15 @@ def test_references_are_fetched_in_one_call_with_the_deadline_and_each_once(monk
 
     monkeypatch.setattr(samples, "get", get)
     batch = [
-        sample("0-0", columns="columns a", reference="scores"),
-        sample("0-2", reference={"0-2": np.full(5, 2.0)}),
-        sample("0-1", columns="columns b", reference="scores"),
+        sample("0-0", columns="columns a").with_scores(reference="scores"),
+        sample("0-2").with_scores(reference={"0-2": np.full(5, 2.0)}),
+        sample("0-1", columns="columns b").with_scores(reference="scores"),
     ]
     assert set(fetch_columns(batch, 3.0)) == {"0-0", "0-1", "0-2"}
-    found = fetch_reference(batch, 3.0)
+    found = fetch_scores(batch, "reference", 3.0)
     assert found is not None
     assert [found[i][0] for i in ("0-0", "0-1", "0-2")] == [0.0, 1.0, 2.0]
     assert calls == [
         (["columns a", "columns b"], "columns of samples", 3.0),
-        (["scores"], "reference log-probs", 3.0),
+        (["scores"], "reference", 3.0),
     ]

@@ -161,7 +161,7 @@ policy:
 rollout:
   samples_per_prompt: 1
   sampling: {temperature: 0, stop: ["", 3]}
-algorithm: {advantage: gpo}
+algorithm: {advantage: rloo, loss: pppo}
 data:
   prompts: {source: jsnl}
 reward:
@@ -176,13 +176,13 @@ reward:
         "ppo.yaml:3: policy.epochs = 2.5: must be a valid integer",
         "ppo.yaml:4: policy.zero_stage = True: must be one of: 1, 2, 3",
         # Rules between keys are checked beside the errors of single keys.
-        "ppo.yaml:6: rollout.samples_per_prompt = 1: algorithm.advantage grpo",
+        "ppo.yaml:6: rollout.samples_per_prompt = 1: algorithm.advantage rloo",
         "ppo.yaml:7: rollout.sampling.temperature = 0.0: greedy samples can't be trained on",
         "ppo.yaml:7: rollout.sampling.stop.0 = '': must have at least 1 character",
         "ppo.yaml:7: rollout.sampling.stop.1 = 3: must be a valid string",
-        "ppo.yaml:8: algorithm.advantage = 'gpo': must be grpo. Did you mean grpo?",
+        "ppo.yaml:8: algorithm.loss = 'pppo': must be one of: ppo, gspo",
         "ppo.yaml:10: data.prompts.source = 'jsnl': must be one of: reasoning_gym, jsonl. Did you mean jsonl?",
-        "ppo.yaml:12: reward.functions = []: must have at least 1 item",
+        "ppo.yaml:12: reward.functions: there is neither a reward function nor a reward model",
         "ppo.yaml:13: reward.on_error = 'rase': must be one of: raise, drop or a number. Did you mean raise?",
     ):
         assert expected in message, expected
@@ -195,6 +195,15 @@ def test_missing_sections_and_keys_are_named(tmp_path: Path) -> None:
     message = refused(tmp_path, "data: {prompts: {task: chain_sum}}\nreward: {functions: [{weight: 1}]}\n")
     assert "data.prompts.source: this key is required and missing. One of: reasoning_gym, jsonl" in message
     assert "reward.functions.0.name: this key is required and missing" in message
+
+
+def test_an_incomplete_reward_model_does_not_hide_what_else_is_wrong(tmp_path: Path) -> None:
+    text = MINIMAL + "  model: {pth: org/rm, rank: 2}\nrollout: {samples_per_prompt: 1}\n"
+    message = refused(tmp_path, text)
+    assert "ppo.yaml:5: reward.model.path: this key is required and missing" in message
+    assert "ppo.yaml:5: reward.model.pth = 'org/rm': unknown key. Did you mean reward.model.path?" in message
+    assert "ppo.yaml:5: reward.model.rank = 2: unknown key. Did you mean reward.model.ranks?" in message
+    assert "ppo.yaml:6: rollout.samples_per_prompt = 1: algorithm.advantage grpo" in message
 
 
 @pytest.mark.parametrize(

@@ -1,93 +1,20 @@
-"""Rules between keys, the files a configuration points to, and the reference model that is or isn't needed."""
+"""Rules between keys of a run, its data, its learners and its rewards."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf.algorithms.catalogue import ADVANTAGES, needs_reference
-from rlhf.config import Config, ConfigError, config_from_dict
 from rlhf.config.catalogue import BUILT_IN_REWARDS
-from rlhf.config.files import is_model_folder
-from rlhf.config.keys import choices
-from rlhf.config.schema import AlgorithmConfig
 from rlhf.rewards.builtin import BUILT_IN
+from tests.unit.configs import build, refusals
+
+REWARD_MODEL = {"path": "org/rm"}
 
 
-def build(changes: dict[str, Any], *, check_files: bool = False) -> Config:
-    data: dict[str, Any] = {
-        "data": {"prompts": {"source": "reasoning_gym", "task": "chain_sum"}},
-        "reward": {"functions": [{"name": "reasoning_gym"}]},
-    }
-    for path, value in changes.items():
-        *above, last = path.split(".")
-        here = data
-        for part in above:
-            here = here.setdefault(part, {})
-        here[last] = value
-    return config_from_dict(data, check_files=check_files)
-
-
-def refusals(changes: dict[str, Any], *, check_files: bool = False) -> dict[str, str]:
-    with pytest.raises(ConfigError) as caught:
-        build(changes, check_files=check_files)
-    return {problem.key: f"{problem.rule}. {problem.hint}" for problem in caught.value.problems}
-
-
-def test_the_catalogue_has_every_estimator_and_reward_that_can_be_configured() -> None:
-    assert set(choices(AlgorithmConfig.model_fields["advantage"].annotation)) == set(ADVANTAGES)
+def test_the_catalogue_has_every_reward_function_that_is_built_in() -> None:
     assert tuple(BUILT_IN) == BUILT_IN_REWARDS
-
-
-def test_a_group_estimator_with_one_sample_is_refused_naming_estimator_and_n() -> None:
-    found = refusals({"rollout.samples_per_prompt": 1})
-    assert "algorithm.advantage grpo" in found["rollout.samples_per_prompt"]
-    assert "n = 1" in found["rollout.samples_per_prompt"]
-    assert build({"rollout.samples_per_prompt": 2}).rollout.samples_per_prompt == 2
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "reason"),
-    [
-        ("temperature", 0, "greedy samples can't be trained on"),
-        ("top_p", 0.9, "truncates the distribution"),
-        ("top_k", 50, "truncates the distribution"),
-        ("top_k", 0, "Use -1"),
-    ],
-)
-def test_sampling_that_cannot_be_trained_on_is_refused_with_the_reason(key: str, value: float, reason: str) -> None:
-    assert reason in refusals({f"rollout.sampling.{key}": value})[f"rollout.sampling.{key}"]
-
-
-def test_a_kl_coefficient_with_nowhere_to_go_is_refused() -> None:
-    found = refusals({"algorithm.kl": {"where": "none", "coefficient": 0.1, "estimator": "k1"}})
-    assert "has no effect while algorithm.kl.where is none" in found["algorithm.kl.coefficient"]
-    assert "has no effect" in found["algorithm.kl.estimator"]
-
-
-def test_kl_in_the_loss_with_coefficient_zero_is_refused() -> None:
-    found = refusals({"algorithm.kl": {"where": "loss", "coefficient": 0}})
-    assert "no effect but the cost of a reference model" in found["algorithm.kl.coefficient"]
-
-
-def test_kl_has_one_place_so_it_cannot_be_applied_twice() -> None:
-    found = refusals({"algorithm.kl": {"where": ["loss", "reward"], "coefficient": 0.1}})
-    assert "must be one of: none, loss" in found["algorithm.kl.where"]
-
-
-def test_stating_that_there_is_no_kl_is_fine() -> None:
-    config = build({"algorithm.kl": {"where": "none", "estimator": "k3", "coefficient": 0.0}})
-    assert not needs_reference(config)
-
-
-def test_a_reference_is_needed_for_kl_only() -> None:
-    assert not needs_reference(build({}))
-    assert needs_reference(build({"algorithm.kl": {"where": "loss", "coefficient": 0.01}, "reference": {"ranks": 2}}))
-    assert build({"reference": {"ranks": 1}}).reference.ranks == 1  # the default, restated
-    assert "none is started" in refusals({"reference": {"ranks": 2}})["reference"]
 
 
 def test_deterministic_runs_need_float32_and_a_cpu() -> None:
@@ -158,131 +85,73 @@ def test_rewards_of_weight_zero_alone_are_refused() -> None:
     assert "nothing is learned" in refusals({"reward.functions": [{"name": "length", "weight": 0}]})["reward.functions"]
 
 
-# --- files
+def test_the_warm_up_of_a_critic_ends_before_the_run() -> None:
+    changes: dict[str, Any] = {"run.steps": 5, "algorithm.advantage": "gae"}
+    assert "Use at most 4" in refusals({**changes, "critic.warmup_steps": 5})["critic.warmup_steps"]
+    assert build({**changes, "critic.warmup_steps": 4}).critic.warmup_steps == 4
 
 
-def model_folder(folder: Path, **shape: int) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(shape))
-    return folder
-
-
-def test_heads_that_do_not_divide_are_refused_with_the_numbers(tmp_path: Path) -> None:
-    # SmolLM2-135M: 9 heads over 2 devices leave a remainder; over 3 each device has 3 heads and 1 KV head.
-    model = str(model_folder(tmp_path / "m", num_attention_heads=9, num_key_value_heads=3))
-    found = refusals({"model.path": model, "rollout.tensor_parallel": 2}, check_files=True)
-    assert "9 attention heads and 3 KV heads" in found["rollout.tensor_parallel"]
-    assert "Possible: 1, 3, 9" in found["rollout.tensor_parallel"]
-    assert build({"model.path": model, "rollout.tensor_parallel": 3}, check_files=True)
-
-
-def test_prompts_and_responses_that_exceed_the_context_are_refused(tmp_path: Path) -> None:
-    model = str(model_folder(tmp_path / "m", max_position_embeddings=512))
-    changes = {"model.path": model, "data.max_prompt_tokens": 500}
-    assert (
-        "500 + rollout.max_new_tokens 24 = 524 tokens" in refusals(changes, check_files=True)["rollout.max_new_tokens"]
-    )
-    assert build({**changes, "rollout.max_new_tokens": 12}, check_files=True)
-
-
-def test_a_missing_model_folder_is_refused_with_the_way_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert "scripts/quickstart.sh" in refusals({}, check_files=True)["model.path"]
-    found = refusals({"model.path": str(tmp_path / "nothing")}, check_files=True)
-    assert f"no such folder: {tmp_path / 'nothing'}" in found["model.path"]
-    (tmp_path / "empty").mkdir()
-    assert "has no config.json" in refusals({"model.path": "./empty"}, check_files=True)["model.path"]
-    assert build({"model.path": "Qwen/Qwen2.5-1.5B-Instruct"}, check_files=True).model.path.startswith("Qwen/")
-
-
-@pytest.mark.parametrize(
-    ("path", "folder"),
-    [
-        ("Qwen/Qwen2.5-0.5B", False),
-        ("models/tiny", True),
-        ("./a/b", True),
-        ("/a", True),
-        ("~/a", True),
-        ("a/b/c", True),
-        ("gpt2", True),
-        ("here/x", True),
-    ],
-)
-def test_hub_names_and_folders_are_told_apart(
-    path: str, folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert is_model_folder(path) is folder
-
-
-def test_missing_data_and_reward_files_are_refused_with_the_nearest_name(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").touch()
-    changes = {
-        "model.path": "org/name",
-        "data.prompts": {"source": "jsonl", "path": str(tmp_path / "trian.jsonl")},
-        "reward.functions": [{"name": f"{tmp_path}/mine.py:score"}],
+def test_an_update_of_the_critic_without_a_sample_for_every_rank_is_refused() -> None:
+    # 2 prompts x 1 sample = 2 samples; the critic's 3 ranks want 3.
+    changes: dict[str, Any] = {
+        "algorithm.advantage": "gae",
+        "rollout.prompts_per_step": 2,
+        "rollout.samples_per_prompt": 1,
     }
-    found = refusals(changes, check_files=True)
-    assert f"Did you mean {tmp_path / 'train.jsonl'}?" in found["data.prompts.path"]
-    assert "no such file" in found["reward.functions.0.name"]
+    message = refusals({**changes, "critic.ranks": 3})["critic.ranks"]
+    assert "2 x 1 = 2 samples" in message
+    assert "Lower critic.minibatches or critic.ranks" in message
+    assert build({**changes, "critic.ranks": 2}).critic.ranks == 2
 
 
-def test_paths_are_absolute_before_any_worker_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    model_folder(tmp_path / "models" / "tiny")
-    (tmp_path / "train.jsonl").touch()
-    (tmp_path / "mine.py").touch()
-    config = build(
-        {
-            "run.dir": "./out",
-            "model.path": "models/tiny",
-            "data.prompts": {"source": "jsonl", "path": "train.jsonl"},
-            "evaluation": {"prompts": {"source": "jsonl", "path": "train.jsonl"}},
-            "reward.functions": [{"name": "mine.py:score"}],
-        },
-        check_files=True,
+def test_sharding_over_one_rank_is_refused() -> None:
+    kl = {"algorithm.kl": {"where": "loss", "coefficient": 0.1}}
+    found = refusals({**kl, "reference.sharded": True, "reward.model": {**REWARD_MODEL, "sharded": True}})
+    assert "Raise reference.ranks" in found["reference.sharded"]
+    assert "has no effect while reward.model.ranks is 1" in found["reward.model.sharded"]
+    assert build({**kl, "reference": {"sharded": True, "ranks": 2}})
+    assert build({"reward.model": {**REWARD_MODEL, "sharded": True, "ranks": 2}})
+
+
+def test_a_run_without_any_reward_is_refused() -> None:
+    found = refusals({"reward": {}})
+    assert "neither a reward function nor a reward model" in found["reward.functions"]
+    assert "Set reward.functions (built-in: reasoning_gym" in found["reward.functions"]
+
+
+def test_a_reward_model_alone_is_enough() -> None:
+    config = build({"reward": {"model": REWARD_MODEL}})
+    assert config.reward.functions == []
+    assert config.reward.model is not None
+
+
+def test_one_weight_other_than_zero_is_enough() -> None:
+    silent = {**REWARD_MODEL, "weight": 0}
+    assert "another weight" in refusals({"reward": {"model": silent}})["reward.model.weight"]
+    idle = [{"name": "length", "weight": 0}]
+    assert "nothing is learned" in refusals({"reward": {"functions": idle, "model": silent}})["reward.functions"]
+    assert build({"reward": {"functions": idle, "model": REWARD_MODEL}})
+
+
+@pytest.mark.parametrize("setting", [{"workers": 2}, {"timeout_s": 5}])
+def test_settings_of_reward_functions_are_refused_where_there_are_none(setting: dict[str, float]) -> None:
+    (key,) = setting
+    assert (
+        "no effect without reward functions"
+        in refusals({"reward": {"model": REWARD_MODEL, **setting}})[f"reward.{key}"]
     )
-    assert config.run.dir == tmp_path / "out"
-    assert config.model.path == str(tmp_path / "models" / "tiny")
-    assert config.data.prompts.path == tmp_path / "train.jsonl"  # type: ignore[union-attr]
-    assert config.evaluation is not None
-    assert config.evaluation.prompts.path == tmp_path / "train.jsonl"  # type: ignore[union-attr]
-    assert config.reward.functions[0].name == f"{tmp_path / 'mine.py'}:score"
+    assert build({"reward.model": REWARD_MODEL, f"reward.{key}": setting[key]})
 
 
-def test_a_run_folder_inside_an_uploaded_working_directory_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    upload = tmp_path / "session" / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123"
-    upload.mkdir(parents=True)
-    monkeypatch.chdir(upload)
-    found = refusals({"model.path": "org/name"}, check_files=True)
-    assert "Ray deletes that folder when the job ends" in found["run.dir"]
-    assert build({"model.path": "org/name", "run.dir": str(tmp_path / "runs")}, check_files=True)
+def test_an_overlong_buffer_fits_into_the_response() -> None:
+    changes = {"rollout.max_new_tokens": 8}
+    found = refusals({**changes, "reward.shaping.overlong_buffer": 9})
+    assert "rollout.max_new_tokens is 8. Use at most 8" in found["reward.shaping.overlong_buffer"]
+    assert build({**changes, "reward.shaping.overlong_buffer": 8})
 
 
-def test_clipping_is_refused_where_the_ratio_is_always_1() -> None:
-    found = refusals({"algorithm.clip": {"high": 0.28}})
-    assert "ratio is 1" in found["algorithm.clip.high"].replace("\n", " ")
-    assert build({"algorithm.clip": {"low": 0.2, "high": 0.2}}).algorithm.clip.high == 0.2  # the defaults, restated
-    assert build({"algorithm.clip": {"high": 0.28}, "policy.minibatches": 2}).algorithm.clip.high == 0.28
-
-
-def test_k1_is_refused_in_the_loss() -> None:
-    kl = {"where": "loss", "coefficient": 0.1}
-    assert "k2 or k3" in refusals({"algorithm.kl": kl | {"estimator": "k1"}})["algorithm.kl.estimator"]
-    assert build({"algorithm.kl": kl | {"estimator": "k2"}}).algorithm.kl.estimator == "k2"
-
-
-@pytest.mark.parametrize("content", ["[]", '{"text_config": null}', "{"])
-def test_a_model_folder_with_a_broken_config_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "config.json").write_text(content)
-    assert refusals({"model.path": str(tmp_path)}, check_files=True)["model.path"]
-
-
-def test_a_name_that_the_file_system_refuses_is_an_error_of_its_key(tmp_path: Path) -> None:
-    found = refusals({"run.dir": str(tmp_path / ("x" * 300) / "runs")}, check_files=True)
-    assert "too long" in found["run.dir"]
+def test_an_overlong_penalty_needs_a_buffer() -> None:
+    found = refusals({"reward.shaping.overlong_penalty": 2.0})
+    assert "while reward.shaping.overlong_buffer is 0" in found["reward.shaping.overlong_penalty"]
+    assert "Set the number of tokens" in found["reward.shaping.overlong_penalty"]
+    assert build({"reward.shaping": {"overlong_buffer": 4, "overlong_penalty": 2.0}})

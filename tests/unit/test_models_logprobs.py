@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +50,52 @@ def test_temperature_zero_is_refused() -> None:
 @pytest.mark.parametrize("rows", [1, 3, 7, 100])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("shape", [PLAIN, HeadShape(softcap=3.0), HeadShape(scale=0.25)], ids=["plain", "cap", "scale"])
-def test_chunks_give_the_plain_values_and_gradients(rows: int, with_bias: bool, shape: HeadShape) -> None:
+@pytest.mark.parametrize("loss", ["log-probs", "entropy", "both"])
+def test_chunks_give_the_plain_values_and_gradients(rows: int, with_bias: bool, shape: HeadShape, loss: str) -> None:
     torch.manual_seed(0)
-    hidden, weight, upstream = torch.randn(7, 16), torch.randn(11, 16), torch.randn(7)
+    hidden, weight = torch.randn(7, 16), torch.randn(11, 16)
+    upstream = torch.randn(2, 7) * torch.tensor([[float(loss != "entropy")], [float(loss != "log-probs")]])
     bias = torch.randn(11) if with_bias else None
     targets = torch.randint(0, 11, (7,))
     leaves = [leaf.clone().requires_grad_() for leaf in (hidden, weight, bias) if leaf is not None]
-    expected_leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    # The book's side in float64, so that what is compared is our error alone.
+    expected_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
 
-    arguments = (*leaves, None)[:3]
-    value, entropy = token_logprobs(*arguments, targets, 0.7, shape, rows)
+    value, entropy = token_logprobs(*(*leaves, None)[:3], targets, 0.7, shape, rows)
     everything = plain(*(*expected_leaves, None)[:3], 0.7, shape)
     expected = everything[torch.arange(7), targets]
+    expected_entropy = -(everything.exp() * everything).sum(-1)
 
-    torch.testing.assert_close(value, expected)
-    torch.testing.assert_close(entropy, -(everything.exp() * everything).sum(-1))
-    assert not entropy.requires_grad
-    gradients = torch.autograd.grad((value * upstream).sum(), leaves)
-    expected_gradients = torch.autograd.grad((expected * upstream).sum(), expected_leaves)
-    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(value, expected.float())
+    torch.testing.assert_close(entropy, expected_entropy.float())
+    # An output that a loss doesn't use has no gradient at all, as against one of zeros.
+    used = [out * up for out, up in ((value, upstream[0]), (entropy, upstream[1])) if up.any()]
+    gradients = torch.autograd.grad(sum(part.sum() for part in used), leaves)
+    total = (expected * upstream[0] + expected_entropy * upstream[1]).sum()
+    for gradient, expected_gradient in zip(gradients, torch.autograd.grad(total, expected_leaves), strict=True):
+        torch.testing.assert_close(gradient, expected_gradient.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_gradient_of_the_entropy_of_two_tokens_is_the_closed_form() -> None:
+    # Logits (ln 3, 0): p = (3/4, 1/4). H = ln 4 - 3/4 ln 3 = 0.562335.
+    # dH/dl_0 = -p_0 (ln p_0 + H) = -0.75 (-0.287682 + 0.562335) = -0.205990, and the two add up to 0.
+    hidden = torch.tensor([[math.log(3.0), 0.0]], requires_grad=True)
+    _, entropy = token_logprobs(hidden, torch.eye(2), None, torch.tensor([0]), 1.0, PLAIN)
+    assert entropy.item() == pytest.approx(0.562335, abs=1e-6)
+    (gradient,) = torch.autograd.grad(entropy.sum(), hidden)
+    assert gradient[0].tolist() == pytest.approx([-0.205990, 0.205990], abs=1e-6)
+
+
+def test_entropy_costs_nothing_in_the_backward_pass_of_a_loss_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Tensor) -> Tensor:
+        raise AssertionError("the entropy's gradient was computed")
+
+    monkeypatch.setattr(logprobs_module, "_entropy_gradient", refuse)
+    hidden = torch.zeros(1, 2, requires_grad=True)
+    value, entropy = token_logprobs(hidden, torch.eye(2), None, torch.tensor([0]), 1.0, PLAIN)
+    value.sum().backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="was computed"):
+        entropy.sum().backward()
 
 
 def test_logits_exist_for_response_tokens_only_and_a_chunk_at_a_time(
@@ -131,7 +158,7 @@ def test_log_probs_are_those_of_the_models_own_logits(lm: Any) -> None:
             # Token t is predicted from position t - 1.
             assert array[t] == pytest.approx(float(everything[t - 1, ids[t]]), abs=2e-5)
             expected = -float((everything[t - 1].exp() * everything[t - 1]).sum())
-            assert float(entropy[start]) == pytest.approx(expected, abs=2e-5)
+            assert entropy[start].item() == pytest.approx(expected, abs=2e-5)
             start += 1
         assert np.isnan(array[~sample.loss_mask]).all()
 

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf.cluster.needs import ModelShape, Needs, UnknownShape, needs, render_table, size
 from rlhf.cluster.preflight import Node, Refused, Resources, preflight, resolve_device
-from rlhf.config import Config, config_from_dict
+from rlhf.config import Config, config_from_dict, load_config
 
 GIB = 1 << 30
 
@@ -155,6 +155,107 @@ def test_no_reference_pool_without_kl() -> None:
     reference = with_kl.pool("reference")
     assert reference is not None
     assert (reference.bytes.weights, reference.bytes.optimizer) == (2544, 0)
+
+
+# The same with 4 hidden and an untied head.
+# One layer: q, o 2 x 4x8 + k, v 2 x 4x4 = 96; MLP 3 x 4x16 = 192; two norms 8: 296.
+# Without output head: 2 x 296 + embedding 10x4 + last norm 4 = 636; with the value head of 4: 640.
+OTHER = ModelShape(layers=2, hidden=4, intermediate=16, heads=4, kv_heads=2, head_dim=2, vocab=10, tied=False)
+
+
+def test_no_critic_pool_without_an_advantage_that_needs_one() -> None:
+    assert needs(config(), SMALL).pool("critic") is None
+    assert needs(config(algorithm={"advantage": "gae"}), SMALL).pool("critic") is not None
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "optimizer"),
+    [
+        # 1272 parameters, tied, and a value head of 8: 1280 on 2 ranks. bfloat16 2560, float32 5120, optimizer 15360.
+        (1, 2560, 5120, 7680),
+        (2, 2560, 2560, 7680),
+        # The larger of a layer (592) and the embedding (80) is gathered: 1184 bytes.
+        (3, 1280 + 1184, 2560, 7680),
+    ],
+)
+def test_a_critic_is_sharded_like_a_policy_with_a_value_head(
+    stage: int, weights: int, gradients: int, optimizer: int
+) -> None:
+    made = config(algorithm={"advantage": "gae"}, critic={"ranks": 2, "zero_stage": stage})
+    pool = needs(made, SMALL).pool("critic")
+    assert pool is not None
+    assert (pool.units, pool.devices) == (2, 2)
+    assert (pool.bytes.weights, pool.bytes.gradients, pool.bytes.optimizer) == (weights, gradients, optimizer)
+
+
+def test_a_critic_has_no_logits_and_sends_no_weights() -> None:
+    # 328 a layer and token, as for the policy; 16 tokens of its own cap, 2 layers.
+    made = config(algorithm={"advantage": "gae"}, critic={"max_tokens_per_microbatch": 16})
+    pool = needs(made, SMALL).pool("critic")
+    assert pool is not None
+    assert (pool.bytes.activations, pool.bytes.sync_buckets) == (16 * 2 * 328, 0)
+
+
+def test_a_critic_is_counted_with_the_shape_of_the_model_that_it_starts_from() -> None:
+    model = {"path": "org/rm"}
+    gae = {"advantage": "gae"}
+    starts = {
+        "policy": needs(config(algorithm=gae), SMALL, "cpu", None, OTHER),
+        "reward": needs(
+            config(algorithm=gae, critic={"model": "reward"}, reward={"model": model}), SMALL, "cpu", None, OTHER
+        ),
+        "own": needs(config(algorithm=gae, critic={"model": "org/lm"}), SMALL, "cpu", OTHER),
+    }
+    weights = {name: pool.bytes.weights for name, made in starts.items() if (pool := made.pool("critic"))}
+    assert weights == {"policy": 2 * 1280, "reward": 2 * 640, "own": 2 * 640}
+
+
+def test_a_reward_model_only_goes_forward_in_its_own_dtype() -> None:
+    assert needs(config(), SMALL).pool("reward_model") is None
+    made = config(reward={"model": {"path": "org/rm", "ranks": 2, "dtype": "float32"}})
+    pool = needs(made, SMALL).pool("reward_model")
+    assert pool is not None
+    # One layer: 32 tokens x 4 bytes x (4 x 8 + 3 x 8 + 3 x 4 + 3 x 16 = 116).
+    assert (pool.units, pool.bytes.weights, pool.bytes.activations) == (2, 4 * 1280, 32 * 4 * 116)
+    assert (pool.bytes.optimizer, pool.bytes.gradients) == (0, 0)
+    own = needs(made, SMALL, "cpu", None, OTHER).pool("reward_model")
+    assert own is not None
+    assert own.bytes.weights == 4 * 640
+
+
+def test_sharded_forward_models_keep_a_share_and_the_part_that_is_gathered() -> None:
+    # Reference: 2544 bytes over 2 ranks and a layer of 1184. Reward model: 2560 bytes over 4 ranks and the same.
+    made = config(
+        algorithm={"kl": {"where": "loss", "coefficient": 0.1}},
+        reference={"ranks": 2, "sharded": True},
+        reward={"model": {"path": "org/rm", "ranks": 4, "sharded": True}},
+    )
+    reference, reward_model = needs(made, SMALL).pool("reference"), needs(made, SMALL).pool("reward_model")
+    assert reference is not None and reward_model is not None
+    assert (reference.bytes.weights, reward_model.bytes.weights) == (1272 + 1184, 640 + 1184)
+
+
+def test_no_worker_processes_without_reward_functions() -> None:
+    made = config_from_dict(
+        {
+            "data": {"prompts": {"source": "reasoning_gym", "task": "chain_sum"}},
+            "reward": {"model": {"path": "org/rm"}},
+        },
+        check_files=False,
+    )
+    assert [pool.pool for pool in needs(made, SMALL).pools] == ["policy", "reward_model", "rollout"]
+
+
+def test_classic_ppo_has_a_pool_with_devices_for_each_role() -> None:
+    made = load_config(Path(__file__).resolve().parents[2] / "configs" / "ppo.yaml", check_files=False)
+    needed = needs(made, SMALL, "cuda")
+    assert {pool.pool: pool.devices for pool in needed.pools} == {
+        "policy": 1,
+        "critic": 1,
+        "reference": 1,
+        "reward_model": 1,
+        "rollout": 1,
+    }
 
 
 def test_reward_workers_take_no_devices() -> None:

@@ -41,8 +41,9 @@ def test_logprob_of_a_prompt_position_poisons_what_reads_it() -> None:
 
 def test_columns_have_the_types_that_travel() -> None:
     columns = Columns.from_completion((1,), [2], [-0.1], 0)
-    types = [getattr(columns, field.name).dtype for field in dataclasses.fields(columns)]
-    assert types == [np.int32, np.bool_, np.float32, np.int32]
+    *arrays, mask = (getattr(columns, field.name) for field in dataclasses.fields(columns))
+    assert [array.dtype for array in arrays] == [np.int32, np.bool_, np.float32, np.int32]
+    assert mask is None
 
 
 def test_tokens_of_one_response_may_come_from_different_versions() -> None:

@@ -3,15 +3,18 @@
 import asyncio
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.cluster.wait import DeadlineExceeded
-from rlhf.rollout.engine import token_versions
+from rlhf.config import Config
+from rlhf.rollout.engine import engine_arguments, token_versions
+from rlhf.rollout.masks import IncompleteSupport, SampledLogprobs, early_stop_mask, support_mask
 from rlhf.rollout.pool import RolloutPool
 from rlhf.rollout.router import Router
-from rlhf.rollout.types import Completion, Sampling, sample_seed
+from rlhf.rollout.types import Completion, EngineSpec, Sampling, sample_seed
 from rlhf.trajectories import Prompt, PromptDraw
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, stop=(), max_new_tokens=4)
@@ -136,3 +139,110 @@ def test_every_token_gets_the_version_of_its_span():
 def test_a_token_of_unknown_version_is_an_error_and_not_version_0(spans):
     with pytest.raises(RuntimeError, match="which weights"):
         token_versions(completion(spans), 2)
+
+
+def logprobs_of(sampled, candidate_ids, probabilities):
+    with np.errstate(divide="ignore"):
+        return SampledLogprobs(
+            np.log(np.array(sampled, np.float32)),
+            np.array(candidate_ids, np.int32),
+            np.log(np.array(probabilities, np.float32)),
+        )
+
+
+def test_the_support_is_the_candidates_that_have_a_probability():
+    # Two tokens, three candidates each; at the first place the third was cut off, at the second the last two.
+    logprobs = logprobs_of([0.25, 1.0], [[8, 3, 5], [2, 8, 3]], [[0.75, 0.25, 0.0], [1.0, 0.0, 0.0]])
+    mask = support_mask("a", [3, 2], logprobs)
+    assert mask.allowed
+    assert mask.offsets.tolist() == [0, 2, 3]
+    assert mask.token_ids.tolist() == [8, 3, 2]
+    assert (mask.offsets.dtype, mask.token_ids.dtype) == (np.int64, np.int32)
+
+
+def test_a_support_with_a_missing_tie_is_an_error_that_names_the_request_and_the_place():
+    # The second place has three tied tokens of 1/3, and two candidates list 2/3 = 0.666667 of it.
+    logprobs = logprobs_of([0.5, 1 / 3], [[1, 2], [1, 2]], [[0.5, 0.5], [1 / 3, 1 / 3]])
+    with pytest.raises(IncompleteSupport, match=r"request train-3-1: .* response token 1 have probability 0\.666667"):
+        support_mask("train-3-1", [1, 2], logprobs)
+
+
+@pytest.mark.parametrize("sampled", [9, 2])
+def test_a_support_without_the_sampled_token_is_an_error(sampled):
+    # 9 is no candidate at all, 2 one that was cut off.
+    logprobs = logprobs_of([0.5], [[0, 1, 2]], [[0.5, 0.5, 0.0]])
+    with pytest.raises(IncompleteSupport, match=f"do not include the sampled token {sampled}"):
+        support_mask("a", [sampled], logprobs)
+
+
+def test_a_support_with_nan_is_an_error():
+    with pytest.raises(IncompleteSupport, match="probability nan"):
+        support_mask("a", [1], logprobs_of([0.5], [[1, 2]], [[0.5, np.nan]]))
+
+
+def test_a_response_without_tokens_has_an_empty_mask():
+    flat = SimpleNamespace(token_ids=[], logprobs=[])
+    mask = support_mask("a", [], SampledLogprobs.from_vllm(flat, 3))
+    assert (mask.offsets.tolist(), mask.token_ids.tolist()) == ([0], [])
+
+
+def test_vllms_flat_logprobs_are_read_as_sampled_token_and_candidates():
+    # Two tokens with two candidates each: (sampled, first, second) twice.
+    flat = SimpleNamespace(token_ids=[6, 5, 6, 4, 4, 7], logprobs=[-2.0, -0.5, -2.0, -0.25, -0.25, -np.inf])
+    logprobs = SampledLogprobs.from_vllm(flat, 2)
+    assert logprobs.sampled_R.tolist() == [-2.0, -0.25]
+    assert logprobs.candidate_ids_RC.tolist() == [[5, 6], [4, 7]]
+    assert logprobs.candidate_logprobs_RC.tolist() == [[-0.5, -2.0], [-0.25, -np.inf]]
+
+
+def test_tokens_that_end_a_response_are_not_allowed_before_its_minimum_length():
+    # Four tokens, a minimum of two, stop ids 1 and 7: both at places 0 and 1, none at 2 and 3.
+    mask = early_stop_mask(4, 2, (1, 7))
+    assert not mask.allowed
+    assert mask.offsets.tolist() == [0, 2, 4, 4, 4]
+    assert mask.token_ids.tolist() == [1, 7, 1, 7]
+
+
+def test_a_response_cut_before_its_minimum_length_is_masked_to_its_end():
+    assert early_stop_mask(2, 5, (1,)).offsets.tolist() == [0, 1, 2]
+
+
+def test_only_sampling_that_leaves_tokens_out_is_masked():
+    def sampling(temperature=1.0, top_p=1.0, top_k=-1, least=0):
+        return Sampling(temperature, top_p, top_k, (), 8, least)
+
+    assert not sampling().masked
+    assert not sampling(top_k=0).masked
+    assert sampling(top_k=5).masked
+    assert sampling(top_k=5, top_p=0.9).masked
+    assert sampling(least=1).masked
+    assert sampling(least=1).candidates == 0
+
+
+def test_greedy_sampling_is_not_masked():
+    greedy = Sampling(1.0, 0.9, 5, (), 8, 2).at_temperature(0.0)
+    assert (greedy.masked, greedy.candidates, greedy.min_new_tokens) == (False, 0, 2)
+
+
+@pytest.mark.parametrize(("top_k", "candidates"), [(1, 17), (32, 48), (1000, 1500)])
+def test_more_candidates_are_listed_than_top_k_keeps_without_ties(top_k, candidates):
+    # 16 more, or half of k where that is more.
+    assert Sampling(1.0, 1.0, top_k, (), 8).candidates == candidates
+
+
+def test_a_lower_limit_of_tokens_lowers_the_minimum_length_with_it():
+    limited = Sampling(1.0, 1.0, -1, (), 24, 6).limited_to(4)
+    assert (limited.max_new_tokens, limited.min_new_tokens) == (4, 4)
+
+
+def test_training_samples_as_the_configuration_says_and_its_engines_list_enough_candidates():
+    config = Config.model_validate(
+        {
+            "data": {"prompts": {"source": "reasoning_gym", "task": "chain_sum"}},
+            "reward": {"functions": [{"name": "reasoning_gym"}]},
+            "rollout": {"sampling": {"top_k": 40, "top_p": 0.9}, "min_new_tokens": 3},
+        }
+    )
+    assert Sampling.for_training(config) == Sampling(1.0, 0.9, 40, (), 24, 3)
+    spec = EngineSpec.from_config(config, 0, device="cpu", weight_backend="gloo")
+    assert spec.max_logprobs == engine_arguments(spec)["max_logprobs"] == 60

@@ -1,0 +1,139 @@
+"""What every learner does: join its ranks, load its model, try the largest micro-batch, update, score."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from rlhf.batching import LearnerSample, ScoredColumns
+from rlhf.config.schema import Config, LearnerConfig
+from rlhf.tracking.spans import Span, recorder, span
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rlhf.learners.ranks import Ranks
+    from rlhf.learners.update import UpdateLoop
+    from rlhf.learners.zero import ZeroEngine
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """Metrics of an update, equal on all ranks, and the spans that this rank recorded since the last result."""
+
+    metrics: dict[str, float]
+    spans: list[Span]
+
+
+class Learner(ABC):
+    """One rank of a learner, in a process of its own. Its methods are collective: call them on every rank.
+
+    The constructor does nothing that can fail; `setup` does. `own` holds functions of the user's, as
+    `rlhf.algorithms.registry.dump_own` gives them.
+    """
+
+    role: ClassVar[str]
+
+    def __init__(
+        self,
+        config: Config,
+        rank: int,
+        world_size: int,
+        device: Literal["cpu", "cuda"] = "cpu",
+        own: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self._config = config
+        self._rank = rank
+        self._world_size = world_size
+        self._device = device
+        self._own = dict(own or {})
+        self._ranks: Ranks
+        self._zero: ZeroEngine
+        self._update: UpdateLoop
+
+    @property
+    @abstractmethod
+    def settings(self) -> LearnerConfig:
+        """This learner's section of the configuration."""
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """Load the model."""
+
+    @abstractmethod
+    def make_update(self) -> UpdateLoop:
+        """The update loop over the loaded model."""
+
+    def setup(self, master: tuple[str, int]) -> None:
+        """Join the process group, whose rank 0 listens at `master` (address, port), and load the model."""
+        import torch
+
+        from rlhf.learners.ranks import Ranks
+        from rlhf.learners.zero import ZeroEngine
+        from rlhf.models.distributed import join_process_group
+
+        deterministic = self._config.run.deterministic
+        if self._device == "cpu":
+            cores = len(os.sched_getaffinity(0))
+            torch.set_num_threads(1 if deterministic else max(1, cores // self._world_size))
+        torch.use_deterministic_algorithms(deterministic)
+        with span(f"{self.role}/setup"):
+            join_process_group(self._rank, self._world_size, master, self._device, self.settings.deadline_s)
+            device = torch.device(self._device)
+            self._ranks = Ranks(self._rank, self._world_size, device)
+            self._zero = ZeroEngine(self.settings, self._config.model.dtype, self._world_size, device, self.build)
+        self._update = self.make_update()
+
+    def dry_run(self) -> None:
+        """Run the largest micro-batch with the longest sequences forward and backward, and discard the gradients.
+
+        What can't fit fails here, before step 1, and not when such a batch first comes up.
+        """
+        from rlhf.models.batch import synthetic_batch
+
+        prompt, response = self._config.data.max_prompt_tokens, self._config.rollout.max_new_tokens
+        samples = self._config.rollout.prompts_per_step * self._config.rollout.samples_per_prompt
+        rows = max(1, self.settings.max_tokens_per_microbatch // (prompt + response))
+        rows = min(rows, -(-samples // self._world_size))
+        with span(f"{self.role}/dry_run"):
+            with self._ranks.together(
+                f"a micro-batch of {rows} x {prompt + response} tokens, the largest of this run,"
+            ):
+                predicted = self._update.predict(synthetic_batch(rows, prompt, response, self._ranks.device))
+            self._zero.backward(predicted.sum() * 0.0, last=True)
+            self._zero.discard_gradients()
+
+    def update(self, step: int, samples: Sequence[LearnerSample]) -> UpdateResult:
+        """Train on `samples`; every rank gets all headers and fetches the columns of its own share.
+
+        Raises `LearnerError` on every rank when it failed on any, with the samples concerned; the optimizer step in
+        which that happened was not applied.
+        """
+        with span(f"{self.role}/update", step):
+            metrics = self._update.run(step, samples)
+        return UpdateResult(metrics, recorder.drain())
+
+    def score(self, samples: Sequence[LearnerSample]) -> tuple[tuple[list[Span], list[str]], ScoredColumns]:
+        """What the model says of this rank's share of the samples under the current weights.
+
+        Two return values, the second a `ScoredColumns`: the driver reads the first (the spans, and which samples these
+        are) and passes the other on.
+        """
+        with span(f"{self.role}/score"):
+            scored = self._update.score(samples)
+        return (recorder.drain(), list(scored)), scored
+
+    @property
+    def engine(self) -> Any:
+        """The DeepSpeed engine."""
+        return self._zero.deepspeed
+
+    def close(self) -> None:
+        """Leave the process group."""
+        import torch.distributed
+
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
