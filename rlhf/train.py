@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     try:
         config = load_config(arguments.config, arguments.overrides)
-        _check_rewards(config, arguments.config)
+        _check_functions(config, arguments.config)
         return _dry_run(config) if arguments.dry_run else _train(config)
     except ConfigError as error:
         return _say(str(error), REFUSED)
@@ -91,13 +91,22 @@ def _first_line(text: str | None) -> str:
     return (text or "").strip().splitlines()[0]
 
 
-def _check_rewards(config: Config, file: str) -> None:
-    """Check the reward functions and their options, which means importing the user's modules."""
+def _check_functions(config: Config, file: str) -> None:
+    """Check the functions of the user's own, which means importing their modules, and what these ask of the run."""
+    from rlhf.algorithms.registry import OwnFunctionError, find_own
+    from rlhf.config import rules
     from rlhf.rewards import check_functions
 
     problems = check_functions(config.reward.functions)
+    try:
+        find_own(config.algorithm.advantage, config.algorithm.loss)
+    except OwnFunctionError as error:
+        problems.append(str(error))
     if problems:
         raise ConfigError(Problem("", problem, place=file) for problem in problems)
+    asked = rules.check(config)
+    if asked:
+        raise ConfigError(asked)
 
 
 def _dry_run(config: Config) -> int:

@@ -10,7 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
 
-from rlhf.config.catalogue import ADVANTAGES, LOSSES, OWN_ADVANTAGES, OWN_LOSSES, AdvantageSpec, LossSpec
+from rlhf.config.catalogue import (
+    ADVANTAGES,
+    LOSSES,
+    OWN_ADVANTAGES,
+    OWN_LOSSES,
+    AdvantageSpec,
+    LossSpec,
+    advantage_spec,
+    loss_spec,
+)
 from rlhf.config.functions import UnknownFunction, describe, did_you_mean, dump_function, resolve_function
 
 Function = Callable[..., Any]
@@ -25,6 +34,8 @@ class _Registry(Generic[Spec]):
     kind: str
     built_in: Mapping[str, Spec]
     specs: dict[str, Spec]
+    # The facts about a function without a decorator.
+    undecorated: Callable[[str], Spec]
     functions: dict[str, Function] = field(default_factory=dict)
 
     def add(self, spec: Spec, function: Function) -> None:
@@ -54,11 +65,12 @@ class _Registry(Generic[Spec]):
         for short, registered in self.functions.items():
             if registered is function:
                 self.specs[name] = replace(self.specs[short], name=name)
+        self.specs.setdefault(name, self.undecorated(name))
         return function
 
 
-_ADVANTAGES = _Registry("advantage estimator", ADVANTAGES, OWN_ADVANTAGES)
-_LOSSES = _Registry("policy loss", LOSSES, OWN_LOSSES)
+_ADVANTAGES = _Registry("advantage estimator", ADVANTAGES, OWN_ADVANTAGES, advantage_spec)
+_LOSSES = _Registry("policy loss", LOSSES, OWN_LOSSES, loss_spec)
 
 
 def register_advantage(
@@ -71,10 +83,10 @@ def register_advantage(
 ) -> Callable[[F], F]:
     """Make a function an advantage estimator that `algorithm.advantage` can name.
 
-    It is called as `f(batch: AdvantageBatch, config: AlgorithmConfig)` in one process, once a step, and returns a tensor
-    with one entry for each sample [S] or, with `level="token"`, for each response token [N], or an `Advantages` with
-    returns for the critic. The other arguments are those of `AdvantageSpec`. Raises `ValueError` for a name that is
-    built in, or under which another function is registered.
+    It is called as `f(batch: AdvantageBatch, config: AlgorithmConfig)` once a step, in one process, and returns a
+    tensor with one entry for each sample [S] or, with `level="token"`, for each response token [N], or an `Advantages`
+    with returns for the critic. The other arguments are those of `AdvantageSpec`. Raises `ValueError` for a name that
+    is built in, or under which another function is registered.
     """
     if min_group_size < 1:
         raise ValueError(
@@ -145,26 +157,35 @@ class OwnFunctionError(ValueError):
     """A function of the user's own that can't be found, or can't travel to the learner."""
 
 
-def dump_own(advantage: str, loss: str) -> dict[str, bytes]:
-    """The estimator and the loss that are not built in, with their specs, as they travel to the learner.
+def find_own(advantage: str, loss: str) -> dict[str, tuple[AdvantageSpec | LossSpec, Function]]:
+    """The estimator (`advantage`) and the policy loss (`loss`) that are not built in, with their specs.
 
-    Raises `OwnFunctionError` with the name and the remedy.
+    Imports the user's modules; afterwards the catalogue knows what the functions ask for. Raises `OwnFunctionError`.
     """
-    import cloudpickle
-
-    dumped = {}
+    found: dict[str, tuple[AdvantageSpec | LossSpec, Function]] = {}
     for key, name, registry in (("advantage", advantage, _ADVANTAGES), ("loss", loss, _LOSSES)):
         if name in registry.built_in:
             continue
         try:
             function = registry.find(name)
-            dumped[key] = cloudpickle.dumps((registry.specs.get(name), dump_function(function)))
         except UnknownFunction as error:
             raise OwnFunctionError(f"algorithm.{key}: {error}") from error
+        found[key] = registry.specs[name], function
+    return found
+
+
+def dump_own(advantage: str, loss: str) -> dict[str, bytes]:
+    """What `find_own` finds, as it travels to the learner. Raises `OwnFunctionError` with the name and the remedy."""
+    import cloudpickle
+
+    dumped = {}
+    for key, (spec, function) in find_own(advantage, loss).items():
+        try:
+            dumped[key] = cloudpickle.dumps((spec, dump_function(function)))
         except Exception as error:  # pickling runs the __reduce__ of whatever the function refers to
             raise OwnFunctionError(
-                f"algorithm.{key}: {name!r} can't be sent to the learner: {describe(error)}; make it a function of a "
-                "module, and open files and connections inside it"
+                f"algorithm.{key}: {spec.name!r} can't be sent to the learner: {describe(error)}; make it a function "
+                "of a module, and open files and connections inside it"
             ) from error
     return dumped
 

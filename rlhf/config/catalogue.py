@@ -85,6 +85,11 @@ def loss_spec(name: str) -> LossSpec:
     return LOSSES.get(name) or OWN_LOSSES.get(name) or LossSpec(name)
 
 
+def is_described(advantage: str) -> bool:
+    """Whether it is known what an estimator asks for; of `module:function`, only once its module was imported."""
+    return advantage in ADVANTAGES or advantage in OWN_ADVANTAGES
+
+
 def needs_reference(config: Config) -> bool:
     """Whether anything reads the reference model's log-probs; without it no reference actor is started."""
     return config.algorithm.kl.where != "none" and config.algorithm.kl.coefficient > 0

@@ -14,6 +14,7 @@ from rlhf.config.catalogue import (
     OWN_ADVANTAGES,
     OWN_LOSSES,
     advantage_spec,
+    is_described,
     loss_spec,
     needs_critic,
     needs_reference,
@@ -309,7 +310,7 @@ def critic_is_needed(config: Config) -> Iterator[Problem]:
     Its defaults may be restated anywhere. `critic.model: reward` needs `reward.model`.
     """
     if not needs_critic(config):
-        if config.critic != CriticConfig():
+        if is_described(config.algorithm.advantage) and config.critic != CriticConfig():
             yield problem(
                 config,
                 "critic",

@@ -80,11 +80,12 @@ class PPOTrainer:
         config = self._config
         # All that can refuse the run comes first, and leaves nothing behind: no actor, no folder.
         check_versions()
+        # Before the rules: only then it is known what functions of the user's own ask for.
+        own = check_algorithms(config)
         check_configuration(config)
         check_run_folder(config.run)
         prompts = RunPrompts.load(config)
         extra = check_rewards(config, self._reward_functions)
-        own = check_algorithms(config)
         notes: list[str] = []
         async with open_session(config, ModelShapes.of(config), say=notes.append) as session:
             check_device(config, session.needs.device)

@@ -31,7 +31,7 @@ def plain(tiny_untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcom
 
 @pytest.fixture(scope="module")
 def wide(tiny_tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """Two policy ranks at ZeRO 3, two engines, tied embeddings, a reference, an evaluation, and all trackers."""
+    """Two policy ranks at ZeRO 3, two engines, tied embeddings, a sharded reference, an evaluation, all trackers."""
     folder = tmp_path_factory.mktemp("wide")
     config = tiny_config(tiny_tied, folder / "runs", "wide")
     config["evaluation"] = {"prompts": config["data"]["prompts"] | {"size": 3, "seed": 7}}
@@ -39,6 +39,7 @@ def wide(tiny_tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         "policy.ranks=2",
         "policy.zero_stage=3",
         "rollout.engines=2",
+        "reference={ranks: 2, sharded: true}",
         "algorithm.kl={where: loss, estimator: k3, coefficient: 0.01}",
         "model.dtype=bfloat16",
         "tracking.wandb.mode=online",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -42,7 +44,9 @@ def test_the_quickstart_script_trains(tmp_path: Path) -> None:
 
 def test_the_example_with_a_reward_function_from_python_trains_on_it(tiny_untied: Path, tmp_path: Path) -> None:
     file = tmp_path / "brevity.yaml"
-    file.write_text(yaml.safe_dump(tiny_config(tiny_untied, tmp_path, "brevity")))
+    # ReMax: a greedy response to each prompt is the baseline. It is no sample, and so not in the ledger.
+    config = tiny_config(tiny_untied, tmp_path, "brevity") | {"algorithm": {"advantage": "remax"}}
+    file.write_text(yaml.safe_dump(config))
     done = run([sys.executable, str(ROOT / "examples" / "custom_reward.py"), "--config", str(file), "run.steps=1"])
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = metrics_of(tmp_path / "brevity")
@@ -51,6 +55,23 @@ def test_the_example_with_a_reward_function_from_python_trains_on_it(tiny_untied
     # The weighted sum of both functions trains.
     both = line["reward/brevity/mean"] + line["reward/rewards.py:digits/mean"]
     assert line["reward/mean"] == pytest.approx(both)
+    assert line["ledger/drawn"] == line["ledger/trained"] == 12
+    assert line["policy/grad_norm"] > 0
+
+
+def test_the_example_with_an_algorithm_from_python_trains_with_it(tiny_untied: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(yaml.safe_dump(tiny_config(tiny_untied, tmp_path, "own")))
+    done = run([sys.executable, str(ROOT / "examples" / "custom_algorithm.py"), "--config", str(file), "run.steps=1"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = metrics_of(tmp_path / "own")
+    # Two updates: in the second the ratio has left 1.
+    assert line["policy/grad_norm"] > 0 and line["policy/ratio_max"] > 1.0
+    table = pq.read_table(tmp_path / "own" / "trajectories" / "step-000001.parquet").to_pylist()
+    for group in {row["group_id"] for row in table}:
+        rows = [row for row in table if row["group_id"] == group]
+        middle = statistics.median(row["reward"] for row in rows)
+        assert [row["advantage"] for row in rows] == pytest.approx([row["reward"] - middle for row in rows])
 
 
 @pytest.fixture(scope="module")

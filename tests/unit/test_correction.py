@@ -126,7 +126,7 @@ class TestEveryMethod:
         found = correct(torch.zeros(2), torch.tensor([NAN, 0.0]), rows_of([1, 1]), 2, config)
         assert found is not None and found.weights_N.isnan().tolist() == [True, False]
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(
         st.lists(st.integers(1, 4), min_size=1, max_size=4),
         st.sampled_from([NAN, INF, -INF, 1e6]),
@@ -144,7 +144,7 @@ class TestEveryMethod:
         assert torch.equal(found.weights_N[mask], packed.weights_N)
         assert not found.weights_N[~mask].any() and not found.kept_N[~mask].any()
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(st.lists(st.integers(1, 4), min_size=2, max_size=5), st.integers(0, 2**31))
     def test_weights_do_not_depend_on_the_other_responses(self, method: str, lengths: list[int], seed: int) -> None:
         pair = torch.randn(2, sum(lengths), generator=torch.Generator().manual_seed(seed))

@@ -54,7 +54,7 @@ def step_loss(
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 class TestEveryLoss:
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=15)
     @given(batches(), st.sampled_from(AGGREGATIONS), st.randoms())
     def test_step_does_not_depend_on_micro_batches_and_order(
         self, name: str, batch: tuple[list[int], Tensor], aggregation: Aggregation, random: Any
@@ -79,7 +79,7 @@ class TestEveryLoss:
                 _, grad = step_loss(algorithm(name), aggregation, [1, 3], values, parts)
                 torch.testing.assert_close(grad, torch.tensor(expected[aggregation]))
 
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=15)
     @given(batches(), st.sampled_from([NAN, INF, -INF, 1e6]), st.data())
     def test_absent_slots_change_neither_value_nor_gradient(
         self, name: str, batch: tuple[list[int], Tensor], poison: float, data: st.DataObject

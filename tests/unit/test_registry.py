@@ -144,7 +144,8 @@ class TestFinding:
     def test_function_of_a_file_is_found_without_registering(self, tmp_path: Path) -> None:
         (tmp_path / "mine.py").write_text("def f(batch, config):\n    return 7\n")
         assert find_advantage(f"{tmp_path}/mine.py:f")(None, None) == 7
-        assert OWN_ADVANTAGES == {}
+        # Nothing is said of it, so it asks for nothing.
+        assert {name: AdvantageSpec(name, level="token") for name in (f"{tmp_path}/mine.py:f",)} == OWN_ADVANTAGES
 
     def test_what_a_function_registered_holds_for_its_long_name_too(self, tmp_path: Path) -> None:
         (tmp_path / "mine.py").write_text(

@@ -55,7 +55,7 @@ class TestValueLoss:
         assert values.grad is not None and values.grad.item() == -advantage
 
     @pytest.mark.parametrize("clip", [0.2, None])
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(
         st.lists(st.booleans(), min_size=1, max_size=12),
         st.sampled_from([NAN, INF, -INF, 1e6]),
