@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf.algorithms.advantages import AdvantageBatch, Estimator, estimate_advantages
+from rlhf.algorithms.catalogue import needs_critic
 from rlhf.algorithms.kl import kl_per_token
 from rlhf.batching import Estimates, LearnerSample, RewardedSample, ScoredColumns, fetch_columns, fetch_scores
 from rlhf.config.schema import Config
@@ -48,6 +49,11 @@ def estimate(
         baselines_S=None if None in baselines else torch.tensor(baselines, dtype=torch.float64),
     )
     estimated = estimate_advantages(batch, config.algorithm, estimator)
+    if (estimated.returns_N is not None) != needs_critic(config):
+        raise ValueError(
+            f"algorithm.advantage {config.algorithm.advantage}: an estimator gives returns if it needs a critic, which "
+            f"is trained towards them, and otherwise none; this one gave {'none' if needs_critic(config) else 'some'}"
+        )
     columns_by_group = _by_group(samples, unflatten(columns, estimated.advantages_N))
     if estimated.returns_N is not None:
         columns_by_group += _by_group(samples, unflatten(columns, estimated.returns_N))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf.algorithms.advantages import Advantages
 from rlhf.batching import LearnerSample, RewardedSample
 from rlhf.learners.estimate import estimate
 from rlhf.trajectories import Columns
@@ -111,6 +112,14 @@ def test_a_greedy_response_is_the_baseline_of_its_prompt() -> None:
     batch = [RewardedSample(sample(g, 0), 1.0, baseline=0.25 * g) for g in range(2)]
     _, columns = estimate(batch, config, 0.0)
     assert advantages(columns) == {"0-0": [1.0] * 2, "1-0": [0.75] * 2}
+
+
+def test_an_estimator_gives_returns_if_and_only_if_it_needs_a_critic() -> None:
+    batch = [RewardedSample(sample(0, i, values=[0.0, 0.0]), float(i)) for i in range(2)]
+    with pytest.raises(ValueError, match="this one gave none"):
+        estimate(batch, build({"algorithm": {"advantage": "gae"}}), 0.0, lambda batch, config: batch.values_N)
+    with pytest.raises(ValueError, match="this one gave some"):
+        estimate(batch, build({}), 0.0, lambda batch, config: Advantages(batch.rewards_S, batch.values_N))
 
 
 def test_an_estimator_of_the_users_own_takes_the_place_of_the_configured_one() -> None:
