@@ -38,19 +38,23 @@ _LOSS_SETTINGS = (
 _READ_LOW = ("token_mask", "sequence_mask", "geometric_mask")
 
 
+# Below it vLLM samples greedily.
+_LEAST_TEMPERATURE = 1e-5
+
+
 def sampling_can_be_trained_on(config: Config) -> Iterator[Problem]:
-    """Sampling has a temperature above 0, and more than one token to choose from: `top_k` is not 0 or 1.
+    """Sampling has a temperature of at least 1e-5, and more than one token to choose from: `top_k` is not 0 or 1.
 
     `top_p` below 1 needs `top_k`: which tokens could be sampled is replayed in training, and top-p alone sets no bound
     to how many they are.
     """
     sampling = config.rollout.sampling
     greedy = "greedy samples can't be trained on: the samples of a group would all be equal"
-    if sampling.temperature == 0:
+    if sampling.temperature < _LEAST_TEMPERATURE:
         yield problem(
             config,
             "rollout.sampling.temperature",
-            f"{greedy}, and log-probs at temperature 0 don't exist",
+            f"{greedy}, and log-probs at temperature 0 don't exist (vLLM takes anything below 1e-5 for 0)",
             "Use 1.0; held-out problems are answered greedily through evaluation.temperature",
         )
     if sampling.top_k == 0:
