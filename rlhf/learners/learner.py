@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from rlhf.algorithms.catalogue import needs_critic
 from rlhf.batching import LearnerSample, ScoredColumns
 from rlhf.config.schema import Config, LearnerConfig
 from rlhf.tracking.spans import Span, recorder, span
@@ -77,8 +78,7 @@ class Learner(ABC):
 
         deterministic = self._config.run.deterministic
         if self._device == "cpu":
-            cores = len(os.sched_getaffinity(0))
-            torch.set_num_threads(1 if deterministic else max(1, cores // self._world_size))
+            torch.set_num_threads(1 if deterministic else self._threads())
         torch.use_deterministic_algorithms(deterministic)
         with span(f"{self.role}/setup"):
             join_process_group(self._rank, self._world_size, master, self._device, self.settings.deadline_s)
@@ -86,6 +86,11 @@ class Learner(ABC):
             self._ranks = Ranks(self._rank, self._world_size, device)
             self._zero = ZeroEngine(self.settings, self._config.model.dtype, self._world_size, device, self.build)
         self._update = self.make_update()
+
+    def _threads(self) -> int:
+        """This rank's share of the cores: policy and critic compute at the same time."""
+        critics = self._config.critic.ranks if needs_critic(self._config) else 0
+        return max(1, len(os.sched_getaffinity(0)) // (self._config.policy.ranks + critics))
 
     def dry_run(self) -> None:
         """Run the largest micro-batch with the longest sequences forward and backward, and discard the gradients.

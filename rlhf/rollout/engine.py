@@ -24,7 +24,11 @@ from rlhf.trajectories import Columns, FinishReason, SamplingMask
 _FINISH: Mapping[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 # vLLM's CPU default of 128 is longer than most prompts, which then are never shared by the prefix cache.
 _CPU_BLOCK_SIZE = 32
+# vLLM's own default.
+_CPU_BATCH_TOKENS = 2048
 _WATCH_S = 0.5
+# A process whose death vLLM has noticed may still be on its way out.
+_EXIT_S = 2.0
 
 
 class EngineDied(RuntimeError):
@@ -126,10 +130,20 @@ class RolloutEngine:
         processes = self._llm.engine_core.resources.engine_manager.processes
         states = []
         for process in processes:
+            process.join(_EXIT_S)
             code = process.exitcode
-            how = "still exists" if code is None else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            how = (
+                "has not ended yet"
+                if code is None
+                else f"killed by signal {-code}"
+                if code < 0
+                else f"exit code {code}"
+            )
             states.append(f"{process.name} (pid {process.pid}): {how}")
-        return f"rollout engine {self.spec.index}: vLLM's engine process died: {'; '.join(states)}"
+        return (
+            f"rollout engine {self.spec.index}: vLLM's engine process died: {'; '.join(states)}. What it said last is in "
+            f"logs/rollout-{self.spec.index}.log"
+        )
 
     # The sync. The four methods in the middle are vLLM's protocol, driven by `rlhf.weights.client.EngineClient`.
 
@@ -240,6 +254,10 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
             "enforce_eager": True,
             "block_size": _CPU_BLOCK_SIZE,
             "kv_cache_memory_bytes": spec.kv_cache_bytes,
+            # A prompt that is prefilled in parts asks torch for a random generator at an offset, which it lacks on
+            # CPU: EngineCore dies. Undivided, the longest prompt has to fit into one pass.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(_CPU_BATCH_TOKENS, spec.max_model_len),
         }
     else:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization

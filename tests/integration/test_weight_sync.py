@@ -14,6 +14,7 @@ import ray
 import torch
 from transformers import AutoTokenizer
 
+from rlhf.rollout.types import GenerationRequest, Sampling
 from rlhf.trainers.parity import ParityError
 from rlhf.weights.receipts import SyncError
 from rlhf.weights.recording import RecordedSource
@@ -171,6 +172,20 @@ def test_a_prompt_the_engine_cannot_take_is_an_error_and_the_engine_lives(synced
     with pytest.raises(ray.exceptions.RayTaskError):
         synced.engine.generate(prompt)
     assert synced.engine.generate(PROMPT)[0].response_tokens > 0
+
+
+def test_seeded_prompts_that_do_not_fit_into_one_pass_together_are_all_answered(synced):
+    # 40 different prompts of 120 tokens: 4,800 for passes of 2,048.
+    generator = np.random.default_rng(0)
+    requests = [
+        GenerationRequest(
+            f"many-{i}", tuple(generator.integers(4, 104, 120).tolist()), Sampling(1.0, 1.0, -1, (), 4), i
+        )
+        for i in range(40)
+    ]
+    pending = [synced.engine.handle.generate.options(num_returns=2).remote(request) for request in requests]
+    headers = ray.get([header for header, _ in pending], timeout=120)
+    assert all(header.response_tokens > 0 and header.finish_reason in ("stop", "length") for header in headers)
 
 
 def test_a_killed_engine_core_is_named_with_pid_and_signal(synced):

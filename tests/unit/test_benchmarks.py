@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -9,14 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
-from rlhf.config import Config
+from rlhf.config import Config, dump_config, load_config
 from rlhf.rollout.pool import RolloutPool
 from rlhf.rollout.types import Completion, GenerationRequest
 from rlhf.trajectories import Prompt, PromptDraw
 
 # They are scripts, started by their path, and import what they share as a script does.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "benchmarks"))
+import algorithms
 import common
 import rollout
 import step_time
@@ -231,3 +234,104 @@ def test_output_without_a_json_object_in_its_last_line_is_an_error() -> None:
 def test_sides_get_the_same_threads_whatever_the_shell_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1000")
     assert common.environment()["OMP_NUM_THREADS"] == str(common.threads())
+
+
+GAE = ["--algorithms", "gae", "--seeds", "3", "--steps", "2"]
+
+
+def algorithm_run(out: Path, *, steps: int = 2, evaluations: int = 2, **changes: Any) -> argparse.Namespace:
+    """A made-up run folder of gae with seed 3, and the arguments that ask for it."""
+    arguments = algorithms.parse([*GAE, "--out", str(out)])
+    config: dict[str, Any] = {}
+    for name, value in (algorithms.settings_of(arguments, "gae", 3) | changes).items():
+        section, *between, key = name.split(".")
+        inner = config.setdefault(section, {})
+        for part in between:
+            inner = inner.setdefault(part, {})
+        inner[key] = value
+    folder = out / "gae-seed3"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = [{"step": n, "reward/mean": 0.25 * n, "time/step": 10.0 * n} for n in range(1, steps + 1)]
+    held_out = [{"step": 0, "eval/accuracy": 0.125}, {"step": 2, "eval/accuracy": 0.5}][:evaluations]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in held_out))
+    return arguments
+
+
+def test_a_finished_run_of_an_algorithm_is_read_and_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = algorithm_run(tmp_path)
+    monkeypatch.setattr(algorithms, "run_child", lambda *_, **__: pytest.fail("the run was started again"))
+    curve = algorithms.curve(arguments, "gae", 3)
+    assert curve == algorithms.Curve(rewards=[0.25, 0.5], before=0.125, after=0.5, seconds=[10.0, 20.0])
+
+
+@pytest.mark.parametrize("lacks", [{"steps": 1}, {"evaluations": 1}])
+def test_an_interrupted_run_of_an_algorithm_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: dict[str, Any]
+) -> None:
+    arguments = algorithm_run(tmp_path, **lacks)
+    commands: list[list[str]] = []
+    monkeypatch.setattr(algorithms, "run_child", lambda command, **_: commands.append(command))
+    with pytest.raises(common.BenchmarkError, match="don't have all 2 steps"):  # the child wrote nothing
+        algorithms.curve(arguments, "gae", 3)
+    assert {'run.if_exists="replace"', "run.seed=3", 'algorithm.advantage="gae"'} <= set(commands[0])
+
+
+def test_a_run_with_other_settings_is_neither_taken_nor_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = algorithm_run(tmp_path, **{"critic.learning_rate": 0.5})
+    monkeypatch.setattr(algorithms, "run_child", lambda *_, **__: pytest.fail("the run was replaced"))
+    with pytest.raises(common.BenchmarkError, match=r"critic\.learning_rate = 0\.5, not 0\.0001"):
+        algorithms.curve(arguments, "gae", 3)
+
+
+@pytest.mark.parametrize("algorithm", algorithms.ALGORITHMS)
+def test_settings_of_every_algorithm_are_a_valid_configuration(tmp_path: Path, algorithm: str) -> None:
+    settings = algorithms.settings_of(algorithms.parse(["--out", str(tmp_path)]), algorithm, 1)
+    overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+    config = load_config(common.QUICKSTART, overrides, check_files=False)
+    assert config.run.name == f"{algorithm}-seed1"
+    # What a run writes down is what `finished` compares with.
+    written = yaml.safe_load(dump_config(config))
+    assert {name: algorithms._at(written, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"), [(20, [(1, 5), (6, 10), (11, 15), (16, 20)]), (2, [(1, 1), (2, 2)]), (6, None)]
+)
+def test_windows_cover_every_step_once(steps: int, expected: list[tuple[int, int]] | None) -> None:
+    parts = algorithms.windows(steps)
+    assert [step for part in parts for step in part] == list(range(1, steps + 1))
+    assert expected is None or [(part[0], part[-1]) for part in parts] == expected
+
+
+def test_an_algorithm_with_several_seeds_has_a_row_of_means() -> None:
+    curves = {
+        ("grpo", 1): algorithms.Curve([0.0, 0.5], before=0.25, after=0.5, seconds=[10.0, 20.0]),
+        ("grpo", 2): algorithms.Curve([0.5, 1.0], before=0.25, after=1.0, seconds=[20.0, 30.0]),
+        ("gspo", 1): algorithms.Curve([0.25, 0.25], before=0.25, after=0.25, seconds=[10.0, 10.0]),
+    }
+    header, rows = algorithms.table(curves, 2)
+    assert header == ["mean reward of steps", "1", "2", "held-out before", "after", "median step"]
+    assert rows == [
+        ["grpo, seed 1", "0.000", "0.500", "25.0%", "50.0%", "15.0 s"],
+        ["grpo, seed 2", "0.500", "1.000", "25.0%", "100.0%", "25.0 s"],
+        ["**grpo, mean**", "0.250", "0.750", "25.0%", "75.0%", "20.0 s"],
+        ["gspo, seed 1", "0.250", "0.250", "25.0%", "25.0%", "10.0 s"],
+    ]
+
+
+def test_last_line_of_the_algorithms_benchmark_has_every_curve(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = algorithm_run(tmp_path)
+    algorithms.report(arguments, {"cpu": "made up"}, {("gae", 3): algorithms.curve(arguments, "gae", 3)})
+    output = capsys.readouterr().out
+    (run,) = json.loads(output.splitlines()[-1])["runs"]
+    assert run["rewards"] == [0.25, 0.5]
+    assert run["held_out"] == {"before": 0.125, "after": 0.5}
+    assert "| gae, seed 3 | 0.250 | 0.500 | 12.5% | 50.0% | 15.0 s |" in output
