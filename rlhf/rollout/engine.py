@@ -141,8 +141,8 @@ class RolloutEngine:
             )
             states.append(f"{process.name} (pid {process.pid}): {how}")
         return (
-            f"rollout engine {self.spec.index}: vLLM's engine process died: {'; '.join(states)}. What it said last is in "
-            f"logs/rollout-{self.spec.index}.log"
+            f"rollout engine {self.spec.index}: vLLM's engine process died: {'; '.join(states)}. What it said last is "
+            f"in logs/rollout-{self.spec.index}.log"
         )
 
     # The sync. The four methods in the middle are vLLM's protocol, driven by `rlhf.weights.client.EngineClient`.

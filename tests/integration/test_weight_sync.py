@@ -177,10 +177,9 @@ def test_a_prompt_the_engine_cannot_take_is_an_error_and_the_engine_lives(synced
 def test_seeded_prompts_that_do_not_fit_into_one_pass_together_are_all_answered(synced):
     # 40 different prompts of 120 tokens: 4,800 for passes of 2,048.
     generator = np.random.default_rng(0)
+    sampling = Sampling(1.0, 1.0, -1, (), 4)
     requests = [
-        GenerationRequest(
-            f"many-{i}", tuple(generator.integers(4, 104, 120).tolist()), Sampling(1.0, 1.0, -1, (), 4), i
-        )
+        GenerationRequest(f"many-{i}", tuple(generator.integers(4, 104, 120).tolist()), sampling, seed=i)
         for i in range(40)
     ]
     pending = [synced.engine.handle.generate.options(num_returns=2).remote(request) for request in requests]
