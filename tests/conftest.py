@@ -11,7 +11,6 @@ import signal
 from collections.abc import Generator
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 from tests.tiny import make_tiny_model
@@ -35,10 +34,6 @@ for _name, _value in ENVIRONMENT.items():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background by a shell: the commands under test would inherit that they ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# A property doesn't fail because the machine is busy.
-hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("suite")
 
 SUITES = ("unit", "integration", "e2e")
 

@@ -108,6 +108,8 @@ def settings_of(arguments: argparse.Namespace, algorithm: str, seed: int) -> dic
         "run.steps": arguments.steps,
         "model.path": str(arguments.model),
         "policy.minibatches": MINIBATCHES,
+        # The default, which the quickstart switches off.
+        "algorithm.correction.method": "token_truncate",
         **ALGORITHMS[algorithm],
     }
 
