@@ -1,5 +1,6 @@
 """Token-budget micro-batches, balanced over ranks, and the samples that go into them."""
 
+from rlhf.batching.packing import CostModel, plan_packed
 from rlhf.batching.plan import MicroBatch, Minibatch, Plan, SampleLength, plan
 from rlhf.batching.samples import (
     Estimates,
@@ -11,6 +12,7 @@ from rlhf.batching.samples import (
 )
 
 __all__ = [
+    "CostModel",
     "Estimates",
     "LearnerSample",
     "MicroBatch",
@@ -22,4 +24,5 @@ __all__ = [
     "fetch_columns",
     "fetch_scores",
     "plan",
+    "plan_packed",
 ]

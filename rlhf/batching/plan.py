@@ -12,22 +12,44 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class SampleLength:
-    """What planning needs to know of a sample; `tokens` are prompt and response together."""
+    """What planning needs to know of a sample; `tokens` are prompt and response together.
+
+    Samples of one group have the same prompt of `prompt_tokens`, which a packed row holds once.
+    """
 
     sample_id: str
     group_id: int
     tokens: int
+    prompt_tokens: int = 0
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens after the prompt."""
+        return self.tokens - self.prompt_tokens
+
+
+def unique_tokens(samples: Iterable[SampleLength]) -> int:
+    """Tokens of all responses, and of one prompt for each group."""
+    prompts: dict[int, int] = {}
+    total = 0
+    for sample in samples:
+        prompts[sample.group_id] = sample.prompt_tokens
+        total += sample.response_tokens
+    return total + sum(prompts.values())
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples that go through the model together, longest first; possibly none."""
+    """Samples that go through the model together; possibly none.
+
+    In padded rows the longest comes first, in a packed row the samples of a group follow one another.
+    """
 
     samples: tuple[SampleLength, ...]
 
@@ -35,6 +57,16 @@ class MicroBatch:
     def sample_ids(self) -> tuple[str, ...]:
         """Ids in row order."""
         return tuple(sample.sample_id for sample in self.samples)
+
+    @property
+    def group_ids(self) -> tuple[int, ...]:
+        """Group ids in row order."""
+        return tuple(sample.group_id for sample in self.samples)
+
+    @property
+    def unique_tokens(self) -> int:
+        """Tokens of a packed row: each group's prompt once, and all responses."""
+        return unique_tokens(self.samples)
 
     @property
     def padded_tokens(self) -> int:
@@ -67,6 +99,12 @@ def plan(samples: Sequence[SampleLength], ranks: int, minibatches: int, max_toke
     There are as many minibatches as asked for, or one a sample where there are fewer samples. Raises `ValueError` on
     a sample id that occurs twice, an empty sample, or counts below 1.
     """
+    check_request(samples, ranks, minibatches, max_tokens)
+    return Plan(tuple(_plan_minibatch(part, ranks, max_tokens) for part in split(samples, minibatches)))
+
+
+def check_request(samples: Sequence[SampleLength], ranks: int, minibatches: int, max_tokens: int) -> None:
+    """Raise `ValueError` on counts below 1, an empty sample, or a sample id that occurs twice."""
     for name, value in (("ranks", ranks), ("minibatches", minibatches), ("max_tokens", max_tokens)):
         if value < 1:
             raise ValueError(f"{name} is {value}: it has to be at least 1")
@@ -77,10 +115,9 @@ def plan(samples: Sequence[SampleLength], ranks: int, minibatches: int, max_toke
         if sample.tokens < 1:
             raise ValueError(f"sample {sample.sample_id} has {sample.tokens} tokens: it needs at least one")
         seen.add(sample.sample_id)
-    return Plan(tuple(_plan_minibatch(part, ranks, max_tokens) for part in _split(samples, minibatches)))
 
 
-def _split(samples: Sequence[SampleLength], minibatches: int) -> list[list[SampleLength]]:
+def split(samples: Sequence[SampleLength], minibatches: int) -> list[list[SampleLength]]:
     """Deal whole groups to minibatches, each to the one with the fewest samples so far."""
     groups: dict[object, list[SampleLength]] = {}
     for sample in samples:

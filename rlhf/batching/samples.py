@@ -49,7 +49,7 @@ class LearnerSample:
     @property
     def length(self) -> SampleLength:
         """What planning needs."""
-        return SampleLength(self.sample_id, self.group_id, self.total_tokens)
+        return SampleLength(self.sample_id, self.group_id, self.total_tokens, self.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,7 +306,9 @@ class LearnerConfig(Section):
         default=1, description="Optimizer updates per pass; whole groups stay together where they can."
     )
     max_tokens_per_microbatch: PositiveInt = Field(
-        default=2048, description="Cap on the padded tokens of one micro-batch; a single longer sequence stands alone."
+        default=2048,
+        description="Cap on the tokens of one micro-batch, a prompt counted once for its samples in it; a single "
+        "longer sequence stands alone.",
     )
     deadline_s: PositiveFloat = Field(
         default=1800, description="Deadline of one update, and of loading the model, seconds."

@@ -14,7 +14,7 @@ from rlhf.learners.ranks import Ranks
 from rlhf.learners.shard import Shard
 from rlhf.learners.update import Turn, UpdateLoop, check_finite, empty_loss, per_token
 from rlhf.learners.zero import ZeroEngine
-from rlhf.models.batch import PaddedBatch, pad_batch
+from rlhf.models.arrangement import Batch
 
 # Averages that only serve to compute the explained variance.
 _MOMENTS = ("critic/return_square", "critic/error_mean", "critic/error_square")
@@ -30,7 +30,7 @@ class CriticUpdate(UpdateLoop):
         steps = config.critic.warmup_batches + config.run.steps
         super().__init__(config, config.critic, steps, zero, ranks)
 
-    def predict(self, batch: PaddedBatch) -> Tensor:
+    def predict(self, batch: Batch) -> Tensor:
         values: Tensor = self._zero.forward(batch)
         return values
 
@@ -45,7 +45,7 @@ class CriticUpdate(UpdateLoop):
     def loss(self, micro_batch: MicroBatch, shard: Shard, meter: TokenMeter, totals: Totals, turn: Turn) -> Tensor:
         device, lengths = self._zero.device, shard.lengths(micro_batch)
         rows = shard.rows(micro_batch)
-        values = self.predict(pad_batch(rows, device, micro_batch.sample_ids))
+        values = self.predict(self._zero.arrangement.batch(micro_batch, rows, device))
         if not rows:
             return empty_loss(values)
         old, returns = (shard.flat(micro_batch, name, device) for name in self.reads)

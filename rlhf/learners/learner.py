@@ -68,8 +68,11 @@ class Learner(ABC):
     def make_update(self) -> UpdateLoop:
         """The update loop over the loaded model."""
 
-    def setup(self, master: tuple[str, int]) -> None:
-        """Join the process group, whose rank 0 listens at `master` (address, port), and load the model."""
+    def setup(self, master: tuple[str, int]) -> str | None:
+        """Join the process group, whose rank 0 listens at `master` (address, port), and load the model.
+
+        Returns why its rows have to be padded, or None where they are packed.
+        """
         import torch
 
         from rlhf.learners.ranks import Ranks
@@ -86,6 +89,7 @@ class Learner(ABC):
             self._ranks = Ranks(self._rank, self._world_size, device)
             self._zero = ZeroEngine(self.settings, self._config.model.dtype, self._world_size, device, self.build)
         self._update = self.make_update()
+        return self._zero.arrangement.reason
 
     def _threads(self) -> int:
         """This rank's share of the cores: policy and critic compute at the same time."""
@@ -97,17 +101,17 @@ class Learner(ABC):
 
         What can't fit fails here, before step 1, and not when such a batch first comes up.
         """
-        from rlhf.models.batch import synthetic_batch
-
-        prompt, response = self._config.data.max_prompt_tokens, self._config.rollout.max_new_tokens
-        samples = self._config.rollout.prompts_per_step * self._config.rollout.samples_per_prompt
-        rows = max(1, self.settings.max_tokens_per_microbatch // (prompt + response))
-        rows = min(rows, -(-samples // self._world_size))
+        config = self._config
+        prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+        group = config.rollout.samples_per_prompt
+        samples = -(-config.rollout.prompts_per_step * group // self._world_size)
+        cap = self.settings.max_tokens_per_microbatch
         with span(f"{self.role}/dry_run"):
             with self._ranks.together(
-                f"a micro-batch of {rows} x {prompt + response} tokens, the largest of this run,"
+                f"the largest micro-batch of this run, samples of {prompt + response} tokens in at most {cap},"
             ):
-                predicted = self._update.predict(synthetic_batch(rows, prompt, response, self._ranks.device))
+                batch = self._zero.arrangement.largest(cap, prompt, response, samples, group, self._ranks.device)
+                predicted = self._update.predict(batch)
             self._zero.backward(predicted.sum() * 0.0, last=True)
             self._zero.discard_gradients()
 

@@ -21,7 +21,8 @@ from rlhf.learners.ranks import Ranks
 from rlhf.learners.shard import Shard
 from rlhf.learners.update import Turn, UpdateLoop, check_finite, empty_loss, per_token, row_of_token
 from rlhf.learners.zero import ZeroEngine
-from rlhf.models.batch import PaddedBatch, flatten, pad_batch
+from rlhf.models.arrangement import Batch
+from rlhf.models.batch import flatten
 
 
 class PolicyUpdate(UpdateLoop):
@@ -38,11 +39,11 @@ class PolicyUpdate(UpdateLoop):
         corrected = config.algorithm.old_logprobs != "engine" and config.algorithm.correction.method != "none"
         self._correction = config.algorithm.correction if corrected else None
 
-    def predict(self, batch: PaddedBatch) -> Tensor:
+    def predict(self, batch: Batch) -> Tensor:
         logprobs: Tensor = self._forward(batch)[0]
         return logprobs
 
-    def _forward(self, batch: PaddedBatch) -> tuple[Tensor, Tensor]:
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probs [N] and entropies [N] at the sampling temperature."""
         outputs: tuple[Tensor, Tensor] = self._zero.forward(batch, self._config.rollout.sampling.temperature)
         return outputs
@@ -70,7 +71,7 @@ class PolicyUpdate(UpdateLoop):
     def loss(self, micro_batch: MicroBatch, shard: Shard, meter: TokenMeter, totals: Totals, turn: Turn) -> Tensor:
         algorithm, device = self._config.algorithm, self._zero.device
         rows, lengths = shard.rows(micro_batch), shard.lengths(micro_batch)
-        logprobs, entropy = self._forward(pad_batch(rows, device, micro_batch.sample_ids))
+        logprobs, entropy = self._forward(self._zero.arrangement.batch(micro_batch, rows, device))
         if not rows:
             return empty_loss(logprobs)
         engine = flatten(rows, [row.logprobs for row in rows], device)

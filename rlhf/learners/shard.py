@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rlhf.batching import LearnerSample, MicroBatch, Plan, ScoredColumns, fetch_columns, fetch_scores, plan
+from rlhf.batching import LearnerSample, MicroBatch, Plan, ScoredColumns, fetch_columns, fetch_scores
 from rlhf.config.schema import LearnerConfig
 from rlhf.learners.ranks import Ranks
+from rlhf.models.arrangement import Arrangement
 from rlhf.models.batch import flatten
 from rlhf.trajectories import Columns
 
@@ -47,6 +48,7 @@ def make_shard(
     samples: Sequence[LearnerSample],
     learner: LearnerConfig,
     ranks: Ranks,
+    arrangement: Arrangement,
     *,
     minibatches: int,
     names: Sequence[str] = (),
@@ -59,7 +61,7 @@ def make_shard(
     with ranks.together("fetching samples"):
         by_id = {sample.sample_id: sample for sample in samples}
         lengths = [sample.length for sample in samples]
-        layout = plan(lengths, ranks.world_size, minibatches, learner.max_tokens_per_microbatch)
+        layout = arrangement.plan(lengths, ranks.world_size, minibatches, learner.max_tokens_per_microbatch)
         own = [by_id[i] for m in layout.minibatches for part in m.ranks[ranks.rank] for i in part.sample_ids]
         scores = {name: fetch_scores(own, name, deadline_s) for name in names}
         found = {name: columns for name, columns in scores.items() if columns is not None}

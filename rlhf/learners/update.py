@@ -29,7 +29,8 @@ from rlhf.learners.ranks import LearnerError, Ranks
 from rlhf.learners.schedule import learning_rate
 from rlhf.learners.shard import Shard, make_shard
 from rlhf.learners.zero import ZeroEngine
-from rlhf.models.batch import PaddedBatch, pad_batch, unflatten
+from rlhf.models.arrangement import Batch
+from rlhf.models.batch import unflatten
 from rlhf.tracking.spans import span
 
 # Enough to find the cause by; the rest is counted.
@@ -60,7 +61,7 @@ class UpdateLoop(ABC):
         self._ranks = ranks
 
     @abstractmethod
-    def predict(self, batch: PaddedBatch) -> Tensor:
+    def predict(self, batch: Batch) -> Tensor:
         """What the model says of each response token, float32 [N]: its log-prob, or the value before it."""
 
     @abstractmethod
@@ -101,8 +102,15 @@ class UpdateLoop(ABC):
     def shard(self, samples: Sequence[LearnerSample], minibatches: int) -> Shard:
         """Plan the batch and fetch this rank's part of it."""
         deadline_s = self._config.placement.deadline_s
+        arrangement = self._zero.arrangement
         return make_shard(
-            samples, self._learner, self._ranks, minibatches=minibatches, names=self.reads, deadline_s=deadline_s
+            samples,
+            self._learner,
+            self._ranks,
+            arrangement,
+            minibatches=minibatches,
+            names=self.reads,
+            deadline_s=deadline_s,
         )
 
     def score(self, samples: Sequence[LearnerSample]) -> ScoredColumns:
@@ -111,13 +119,14 @@ class UpdateLoop(ABC):
         float32 [T] by sample id, NaN where a token is not of the response. The ranks' shares make up the whole.
         """
         deadline_s = self._config.placement.deadline_s
-        shard = make_shard(samples, self._learner, self._ranks, minibatches=1, deadline_s=deadline_s)
+        arrangement = self._zero.arrangement
+        shard = make_shard(samples, self._learner, self._ranks, arrangement, minibatches=1, deadline_s=deadline_s)
         scored: ScoredColumns = {}
         for minibatch in shard.layout.minibatches:
             for micro_batch in minibatch.ranks[self._ranks.rank]:
                 with self._ranks.together(f"{self.role} scores"), torch.no_grad():
                     rows = shard.rows(micro_batch)
-                    predicted = self.predict(pad_batch(rows, self._zero.device, micro_batch.sample_ids))
+                    predicted = self.predict(arrangement.batch(micro_batch, rows, self._zero.device))
                     if rows:
                         scored.update(zip(micro_batch.sample_ids, unflatten(rows, predicted), strict=True))
         return scored

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.config.schema import LearnerConfig
+from rlhf.models.arrangement import Arrangement
 from rlhf.models.distributed import PERSISTENT_ELEMENTS, register_borrowed
 
 # Elements, not bytes. DeepSpeed allocates a buffer of this size, and its default of 5e8 is 2 GB in float32.
@@ -80,6 +81,8 @@ class ZeroEngine:
         self.deepspeed, *_ = deepspeed.initialize(
             model=self.model, optimizer=self._optimizer, config=settings, dist_init_required=False
         )
+
+        self.arrangement = Arrangement.of(self.model)
 
     def forward(self, *inputs: Any) -> Any:
         """The model's own forward pass."""

@@ -8,13 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.models.batch import PaddedBatch
+from rlhf.models.packed import PackedBatch, packed_hidden_states
 
 
-def hidden_states(lm: Any, batch: PaddedBatch) -> Tensor:
-    """Last hidden states [B, L, H] of the backbone of a transformers model, without its head."""
+def hidden_states(lm: Any, batch: PaddedBatch | PackedBatch) -> Tensor:
+    """Last hidden states [P, H] of the backbone of a transformers model, without its head, at the batch's P positions.
+
+    The batch's `predict_N` and `last_B` say where among them.
+    """
+    if isinstance(batch, PackedBatch):
+        return packed_hidden_states(lm, batch)
     backbone = getattr(lm, lm.base_model_prefix)
     output = backbone(input_ids=batch.input_ids_BL, position_ids=batch.position_ids_BL, use_cache=False)
-    states: Tensor = output.last_hidden_state
+    states: Tensor = output.last_hidden_state.flatten(0, 1)
     return states
 
 

@@ -35,6 +35,17 @@ class PaddedBatch:
     targets_N: Tensor
     mask: TokenMask | None = None
 
+    @property
+    def predict_N(self) -> Tensor:
+        """Where the position stands that predicts each response token, among all B x L: t - 1 of its row."""
+        return self.rows_N * self.input_ids_BL.shape[1] + self.positions_N - 1
+
+    @property
+    def last_B(self) -> Tensor:
+        """Where each row's last real token stands, among all B x L."""
+        rows_B = torch.arange(len(self.lengths_B), device=self.lengths_B.device)
+        return rows_B * self.input_ids_BL.shape[1] + self.lengths_B - 1
+
 
 def pad_batch(
     columns: Sequence[Columns], device: torch.device | str, sample_ids: Sequence[str] | None = None

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rlhf.models.attention import PACKED_ATTENTION, register
 from rlhf.models.backbone import ScalarHead
 
 logger = logging.getLogger(__name__)
@@ -73,11 +74,12 @@ def _load(auto_class: str, path: str, dtype: str) -> tuple[Any, set[str]]:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+    register()
     config = transformers.AutoConfig.from_pretrained(path)
     changed = switch_dropout_off(config)
     config.use_cache = False
     model, report = getattr(transformers, auto_class).from_pretrained(
-        path, config=config, dtype=DTYPES[dtype], attn_implementation="sdpa", output_loading_info=True
+        path, config=config, dtype=DTYPES[dtype], attn_implementation=PACKED_ATTENTION, output_loading_info=True
     )
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:

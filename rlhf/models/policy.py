@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rlhf.models.arrangement import Batch
 from rlhf.models.backbone import hidden_states
-from rlhf.models.batch import PaddedBatch
 from rlhf.models.logprobs import HeadShape, token_logprobs
 from rlhf.models.masks import TokenMask
 
@@ -23,12 +23,12 @@ class PolicyModel(nn.Module):
             raise ValueError(f"{type(lm).__name__} has no separate backbone and output head: it can't be trained here")
         self.head = LogProbHead(head, HeadShape.of(lm.config))
 
-    def forward(self, batch: PaddedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs [N] and entropies [N] of the batch's response tokens at `temperature`; float32, nats.
 
         Log-probs are of the distribution that the engine could sample from, where the batch has a sampling mask.
         """
-        hidden_NH = hidden_states(self.lm, batch)[batch.rows_N, batch.positions_N - 1]
+        hidden_NH = hidden_states(self.lm, batch)[batch.predict_N]
         return self.head(hidden_NH, batch.targets_N, temperature, batch.mask)  # type: ignore[no-any-return]
 
 

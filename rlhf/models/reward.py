@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from rlhf.models.arrangement import Batch
 from rlhf.models.backbone import hidden_states
-from rlhf.models.batch import PaddedBatch
 from rlhf.models.load import load_classifier
 
 
@@ -23,10 +22,9 @@ class RewardModel(nn.Module):
         super().__init__()
         self.lm = lm
 
-    def forward(self, batch: PaddedBatch) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         """Scores [B], float32, of the rows' sequences."""
-        rows_B = torch.arange(len(batch.lengths_B), device=batch.lengths_B.device)
-        scores_B: Tensor = self.lm.score(hidden_states(self.lm, batch)[rows_B, batch.lengths_B - 1])
+        scores_B: Tensor = self.lm.score(hidden_states(self.lm, batch)[batch.last_B])
         return scores_B
 
 

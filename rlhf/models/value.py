@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rlhf.models.arrangement import Batch
 from rlhf.models.backbone import hidden_states
-from rlhf.models.batch import PaddedBatch
 from rlhf.models.load import Head, load_classifier
 
 
@@ -21,12 +21,12 @@ class ValueModel(nn.Module):
         super().__init__()
         self.lm = lm
 
-    def forward(self, batch: PaddedBatch) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         """Values [N], float32: entry n is V of the state before response token n is chosen.
 
         That state is all tokens before it, so it is read at position t - 1, as the token's log-prob is.
         """
-        values_N: Tensor = self.lm.score(hidden_states(self.lm, batch)[batch.rows_N, batch.positions_N - 1])
+        values_N: Tensor = self.lm.score(hidden_states(self.lm, batch)[batch.predict_N])
         return values_N
 
 

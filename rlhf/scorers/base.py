@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from rlhf.batching import LearnerSample, fetch_columns, plan
+from rlhf.batching import LearnerSample, fetch_columns
 from rlhf.config.schema import Config
 from rlhf.tracking.spans import Span, recorder, span
 from rlhf.trajectories import Columns
@@ -23,7 +23,7 @@ from rlhf.trajectories import Columns
 if TYPE_CHECKING:
     from torch import nn
 
-    from rlhf.models.batch import PaddedBatch
+    from rlhf.models.arrangement import Arrangement, Batch
 
 Score = TypeVar("Score")
 
@@ -53,18 +53,24 @@ class Scorer(Generic[Score]):
         self._device = device
         self._settings = settings
         self._model: Any = None
+        self._arrangement: Arrangement | None = None
 
     def _load(self) -> nn.Module:
         """The model, on the CPU."""
         raise NotImplementedError
 
-    def _evaluate(self, model: Any, batch: PaddedBatch, rows: Sequence[Columns]) -> Sequence[Score]:
+    def _evaluate(self, model: Any, batch: Batch, rows: Sequence[Columns]) -> Sequence[Score]:
         """Pass a batch through the model: one score for each of `rows`, which may be none."""
         raise NotImplementedError
 
-    def setup(self, master: tuple[str, int] | None = None) -> None:
-        """Load the model. Sharded, the ranks meet at `master` (address, port of rank 0) first: a collective call."""
+    def setup(self, master: tuple[str, int] | None = None) -> str | None:
+        """Load the model. Sharded, the ranks meet at `master` (address, port of rank 0) first: a collective call.
+
+        Returns why its rows have to be padded, or None where they are packed.
+        """
         import torch
+
+        from rlhf.models.arrangement import Arrangement
 
         deterministic = self._config.run.deterministic
         if self._device == "cpu":
@@ -76,6 +82,8 @@ class Scorer(Generic[Score]):
                 self._model = self._load_sharded(master)
             else:
                 self._model = self._load().to(self._device).eval().requires_grad_(False)
+            self._arrangement = Arrangement.of(getattr(self._model, "module", self._model))
+        return self._arrangement.reason
 
     def _load_sharded(self, master: tuple[str, int] | None) -> Any:
         from rlhf.models.distributed import join_process_group, shard_for_inference
@@ -93,20 +101,19 @@ class Scorer(Generic[Score]):
         """
         import torch
 
-        from rlhf.models.batch import pad_batch
-
+        assert self._arrangement is not None, "score before setup"
         ranks, rank = (self._world_size, self._rank) if self._settings.sharded else (1, 0)
-        layout = plan([s.length for s in samples], ranks, 1, self._config.policy.max_tokens_per_microbatch)
+        cap = self._config.policy.max_tokens_per_microbatch
+        layout = self._arrangement.plan([s.length for s in samples], ranks, 1, cap)
         micro_batches = [micro_batch for part in layout.minibatches for micro_batch in part.ranks[rank]]
         mine = {sample_id for micro_batch in micro_batches for sample_id in micro_batch.sample_ids}
         scored: dict[str, Score] = {}
         with span(f"{self._settings.role}/score"), torch.no_grad():
             columns = fetch_columns([s for s in samples if s.sample_id in mine], self._settings.deadline_s)
             for micro_batch in micro_batches:
-                ids = micro_batch.sample_ids
-                rows = [columns[i] for i in ids]
-                scores = self._evaluate(self._model, pad_batch(rows, self._device, ids), rows)
-                scored.update(zip(ids, scores, strict=True))
+                rows = [columns[i] for i in micro_batch.sample_ids]
+                batch = self._arrangement.batch(micro_batch, rows, self._device)
+                scored.update(zip(micro_batch.sample_ids, self._evaluate(self._model, batch, rows), strict=True))
         return (recorder.drain(), list(scored)), scored
 
     def close(self) -> None:

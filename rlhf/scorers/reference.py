@@ -15,7 +15,7 @@ from rlhf.trajectories import Columns
 if TYPE_CHECKING:
     from torch import nn
 
-    from rlhf.models.batch import PaddedBatch
+    from rlhf.models.arrangement import Batch
 
 
 class ReferenceScorer(Scorer[npt.NDArray[np.float32]]):
@@ -35,7 +35,7 @@ class ReferenceScorer(Scorer[npt.NDArray[np.float32]]):
 
         return PolicyModel(load_causal_lm(self._config.model.path, self._config.model.dtype))
 
-    def _evaluate(self, model: Any, batch: PaddedBatch, rows: Sequence[Columns]) -> Sequence[npt.NDArray[np.float32]]:
+    def _evaluate(self, model: Any, batch: Batch, rows: Sequence[Columns]) -> Sequence[npt.NDArray[np.float32]]:
         from rlhf.models.batch import unflatten
 
         logprobs_N, _ = model(batch, self._config.rollout.sampling.temperature)

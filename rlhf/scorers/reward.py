@@ -12,7 +12,7 @@ from rlhf.trajectories import Columns
 if TYPE_CHECKING:
     from torch import nn
 
-    from rlhf.models.batch import PaddedBatch
+    from rlhf.models.arrangement import Batch
 
 
 class RewardModelScorer(Scorer[float]):
@@ -35,7 +35,7 @@ class RewardModelScorer(Scorer[float]):
 
         return load_reward_model(self._own.path, self._own.dtype)
 
-    def _evaluate(self, model: Any, batch: PaddedBatch, rows: Sequence[Columns]) -> Sequence[float]:
+    def _evaluate(self, model: Any, batch: Batch, rows: Sequence[Columns]) -> Sequence[float]:
         scores_B: list[float] = model(batch).tolist()
         # An empty batch is padded to one row, whose score is nobody's.
         return scores_B[: len(rows)]

@@ -76,13 +76,16 @@ class Roles:
         """Await `work`; the first failure of any role ends it and is raised."""
         return await self._session.supervisor.guard(work)
 
-    async def setup(self) -> None:
-        """Load models, start engines, and let policy and engines meet in a transfer group."""
+    async def setup(self) -> list[str]:
+        """Load models, start engines, and let policy and engines meet in a transfer group.
+
+        Returns what a person should know: which models have to be given padded rows, and why.
+        """
         rollout_s = max(_START_S, self._config.rollout.deadline_s)
         learners = [(self._policy, self._config.policy), (self._critic, self._config.critic)]
         started = [(group, settings.deadline_s) for group, settings in learners if group is not None]
         scorers = [pool for pool in (self._reference, self._reward_model) if pool is not None]
-        _, workers, _ = await asyncio.gather(
+        learned, workers, scored = await asyncio.gather(
             asyncio.gather(*(_load(group, deadline_s) for group, deadline_s in started)),
             self._rollout.call("start", what="start of vLLM", deadline_s=rollout_s),
             asyncio.gather(*(_load(pool.group, max(_START_S, pool.deadline_s)) for pool in scorers)),
@@ -91,6 +94,7 @@ class Roles:
         for group, deadline_s in started:
             await group.call("dry_run", what="dry run of the largest micro-batch", deadline_s=deadline_s)
         await self._join_transfer(workers)
+        return [note for note in [*learned, *scored] if note is not None]
 
     async def _join_transfer(self, workers: Sequence[int]) -> None:
         address, port = await self._policy.free_address(0)
@@ -243,10 +247,11 @@ class Roles:
         await self._policy.call("export", path, what="export", deadline_s=self._config.policy.deadline_s)
 
 
-async def _load(group: ActorGroup, deadline_s: float) -> None:
-    """Let the ranks of a learner or scorer meet, and load the model."""
+async def _load(group: ActorGroup, deadline_s: float) -> str | None:
+    """Let the ranks of a learner or scorer meet, and load the model; returns a note where its rows are padded."""
     master = await group.free_address(0)
-    await group.call("setup", master, what=f"loading the {group.role}", deadline_s=deadline_s)
+    reasons = await group.call("setup", master, what=f"loading the {group.role}", deadline_s=deadline_s)
+    return None if reasons[0] is None else f"{group.role}: prompts are computed for each sample, {reasons[0]}"
 
 
 def _absorb(results: Sequence[UpdateResult], step: int) -> dict[str, float]:
@@ -287,6 +292,7 @@ async def start_roles(
     ]
     groups = dict(zip(blueprints, await asyncio.gather(*starts), strict=True))
     roles = Roles(config, session, groups, len(reward_functions))
-    await roles.guard(roles.setup())
+    for note in await roles.guard(roles.setup()):
+        say(note)
     say(f"all roles are ready after {now() - started:.0f} s")
     yield roles

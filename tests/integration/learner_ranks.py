@@ -76,13 +76,14 @@ def with_advantage(sample: LearnerSample, advantage: float) -> LearnerSample:
 
 
 def make_samples(seed: int = 0, count: int = 8) -> list[LearnerSample]:
-    """Samples of different lengths."""
+    """Samples of different lengths, four to a prompt."""
     generator = np.random.default_rng(seed)
-    samples = []
+    samples, prompt = [], list[int]()
     for index in range(count):
-        prompt, response = int(generator.integers(3, 12)), int(generator.integers(1, 16))
-        ids = generator.integers(4, VOCABULARY, prompt + response).tolist()
-        samples.append(make_sample(index, ids[:prompt], ids[prompt:], float(generator.normal())))
+        if index % 4 == 0:
+            prompt = generator.integers(4, VOCABULARY, int(generator.integers(3, 12))).tolist()
+        response = generator.integers(4, VOCABULARY, int(generator.integers(1, 16))).tolist()
+        samples.append(make_sample(index, prompt, response, float(generator.normal())))
     return samples
 
 
@@ -171,7 +172,7 @@ def check_stage(arguments: argparse.Namespace, dtype: str, stage: int) -> dict[s
     found["gradients after dry run"] = rank.gradients(samples)
     for aggregation in ("token_mean", "sequence_mean_token_mean"):
         rank.configure(algorithm={"aggregation": aggregation}, policy={"max_tokens_per_microbatch": arguments.world})
-        pair = [make_sample(0, [5, 76, 5], [84], 1.0), make_sample(1, [5, 76], [84, 7, 2], -1.0)]
+        pair = [make_sample(0, [5, 76, 5], [84], 1.0), make_sample(4, [5, 76], [84, 7, 2], -1.0)]
         found[f"loss of one and three tokens, {aggregation}"] = float(rank.gradients(pair)["loss"])
     rank.configure()
     found["logprobs"] = rank.logprobs(samples)

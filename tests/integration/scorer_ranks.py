@@ -49,12 +49,17 @@ def make_sample(index: int, prompt: Sequence[int], response: Sequence[int], mask
 
 
 def make_samples(count: int = 8, masked: bool = False) -> list[LearnerSample]:
-    """Samples of different lengths, with any ids in them; `masked`: each token was one of itself and three others."""
+    """Samples of different lengths, four to a prompt, with any ids in them.
+
+    `masked`: each token was one of itself and three others.
+    """
     generator = np.random.default_rng(0)
-    samples = []
+    samples, start = [], np.zeros(0, np.int64)
     for index in range(count):
-        prompt, response = int(generator.integers(3, 12)), int(generator.integers(1, 16))
-        ids = generator.integers(0, VOCABULARY, prompt + response)
+        if index % 4 == 0:
+            start = generator.integers(0, VOCABULARY, int(generator.integers(3, 12)))
+        prompt, response = len(start), int(generator.integers(1, 16))
+        ids = np.concatenate([start, generator.integers(0, VOCABULARY, response)])
         mask = None
         if masked:
             others = generator.integers(0, VOCABULARY, (response, 3))

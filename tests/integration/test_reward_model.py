@@ -63,8 +63,8 @@ def test_the_last_real_token_is_read_also_where_padding_and_end_of_sequence_are_
     # [5, 76, 5 | 84, 7, 2, 2] ends in two <eos>, beside a longer sample, so that padding follows it.
     samples = [
         make_sample(0, [5, 76, 5], [84, 7, EOS_ID, EOS_ID], None),
-        make_sample(1, [9] * 8, [7] * 4, None),
-        make_sample(2, [5, EOS_ID, 76], [84], None),
+        make_sample(4, [9] * 8, [7] * 4, None),
+        make_sample(8, [5, EOS_ID, 76], [84], None),
     ]
     _, scored = scorer(tiny_untied, reward_folder).score(samples)
     assert scored == pytest.approx({s.sample_id: alone(reward_folder, s) for s in samples}, abs=1e-5)
