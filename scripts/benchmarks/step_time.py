@@ -1,6 +1,6 @@
 """Compare a GRPO step of ours with one of TRL: same model, prompts, batch and machine, phase by phase.
 
-    pip install -e ".[benchmark]"
+    bash scripts/setup_env.sh
     python scripts/benchmarks/step_time.py --steps 4 --rounds 2
 
 Ours is a real run, `python -m rlhf.train --config configs/quickstart.yaml` without the evaluation and with the
@@ -263,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     missing = None
     if not versions("trl"):
-        missing = 'TRL is not installed: pip install -e ".[benchmark]"'
+        missing = "TRL is not installed: bash scripts/setup_env.sh"
     elif not arguments.model.is_dir():
         missing = f"no model at {arguments.model}: python scripts/prepare_model.py"
     if missing:

@@ -1,6 +1,6 @@
 """Time GRPO steps of TRL's `GRPOTrainer` on the CPU: the peer that `step_time.py` compares with, in its own process.
 
-    pip install -e ".[benchmark]"
+    bash scripts/setup_env.sh
     python scripts/benchmarks/trl_step.py --dtype float32 --steps 3
 
 The model, the problems and the algorithm are those of `configs/quickstart.yaml`: chain_sum with two one-digit terms,
@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         version = importlib.metadata.version("trl")
     except importlib.metadata.PackageNotFoundError:
-        print('trl_step: TRL is not installed: pip install -e ".[benchmark]"', file=sys.stderr)
+        print("trl_step: TRL is not installed: bash scripts/setup_env.sh", file=sys.stderr)
         return 1
     if not arguments.model.is_dir():
         print(f"trl_step: no model at {arguments.model}: python scripts/prepare_model.py", file=sys.stderr)

@@ -58,8 +58,7 @@ def make(
 
 
 def advantages(name: str, batch: AdvantageBatch, **settings: Any) -> list[float]:
-    result: list[float] = estimate_advantages(batch, AlgorithmConfig(advantage=name, **settings)).advantages_N.tolist()
-    return result
+    return list(estimate_advantages(batch, AlgorithmConfig(advantage=name, **settings)).advantages_N.tolist())
 
 
 class TestBatch:
@@ -93,7 +92,7 @@ class TestBatch:
             ({"rewards": [1.0, NAN]}, "rewards_S: 1 of 2 are not finite, first nan at 1"),
             ({"rewards": [math.inf, NAN]}, "rewards_S: 2 of 2 are not finite, first inf at 0"),
             ({"penalties": [0.0, -math.inf]}, "penalties_N: 1 of 2 are not finite, first -inf at 1"),
-            ({"rewards": [], "groups": [], "lengths": [], "penalties": []}, "of no samples: at least one is needed"),
+            ({"rewards": [], "groups": [], "lengths": [], "penalties": []}, "^advantages of no samples: .* needed$"),
         ],
     )
     def test_what_does_not_fit_is_refused(self, change: dict[str, Any], expected: str) -> None:
@@ -187,8 +186,7 @@ class TestGrpo:
         moved = advantages("grpo", make([scale * reward + offset for reward in rewards]))
         assert moved == pytest.approx(advantages("grpo", make(rewards)), abs=1e-9)
 
-    # Below 2e-308, where numbers have no digits left, the mean of two neighbours is one of the two.
-    @given(st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=2, max_size=8))
+    @given(st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=2, max_size=8))  # subnormals lack digits
     def test_advantages_have_mean_zero_and_standard_deviation_one(self, rewards: list[float]) -> None:
         found = advantages("grpo", make(rewards))
         assert sum(found) == pytest.approx(0.0, abs=1e-5)
@@ -236,11 +234,11 @@ class TestOtherGroupBaselines:
         assert advantages("maxrl", batch) == [0.0, 1.0, 0.0, -1.0]
 
     def test_maxrl_refuses_negative_rewards(self) -> None:
-        with pytest.raises(ValueError, match=r"maxrl needs rewards of at least 0.*1 of 2 are negative.*-0\.5"):
-            advantages("maxrl", make([1.0, -0.5]))
+        with pytest.raises(ValueError, match=r"maxrl needs rewards of at least 0.*1 of 4 are negative.*-0\.5"):
+            advantages("maxrl", make([1.0, 0.5, 0.0, -0.5]))
 
     def test_maxrl_refuses_kl_in_the_reward(self) -> None:
-        with pytest.raises(ValueError, match=r"maxrl can't have KL in the reward.*kl\.where=loss"):
+        with pytest.raises(ValueError, match=r"^maxrl can't have KL in the reward.*kl\.where=loss$"):
             advantages("maxrl", make([1.0, 0.0], penalties=[0.0, 0.1]))
 
     @given(st.lists(st.floats(-100, 100), min_size=2, max_size=8))
@@ -281,8 +279,9 @@ class TestGroups:
         assert not any(advantages(name, make(rewards, lengths=[1 + i % 3 for i in range(len(rewards))])))
 
     @pytest.mark.parametrize("normalize", ["group", "batch", "none"])
-    def test_equal_rewards_give_exactly_zero_with_every_normalisation(self, normalize: str) -> None:
-        assert advantages("grpo", make([0.1] * 3), normalize=normalize) == [0.0] * 3
+    def test_equal_rewards_give_exactly_zero_with_every_normalisation_and_sign(self, normalize: str) -> None:
+        for rewards in ([0.1] * 3, [-0.1 - 0.2, -0.3, -0.3]):
+            assert advantages("grpo", make(rewards), normalize=normalize) == [0.0] * 3
 
     @pytest.mark.parametrize("name", GROUP_BASELINES)
     def test_only_survivor_of_a_group_has_advantage_zero(self, name: str) -> None:
@@ -428,7 +427,8 @@ class TestWhiten:
 class TestDiscountedSums:
     def test_three_tokens(self) -> None:
         # y_2 = 4, y_1 = 2 + 0.5 * 4, y_0 = 1 + 0.5 * 4
-        assert discounted_sums(float64([1, 2, 4]), torch.tensor([3]), 0.5).tolist() == [3.0, 4.0, 4.0]
+        assert discounted_sums(values := float64([1, 2, 4]), torch.tensor([3]), 0.5).tolist() == [3.0, 4.0, 4.0]
+        assert values.tolist() == [1.0, 2.0, 4.0]
 
     @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.sampled_from([0.5, 0.9, 1.0]))
     def test_each_sample_is_summed_on_its_own(self, lengths: list[int], factor: float) -> None:
@@ -491,7 +491,7 @@ class TestOwnEstimators:
 
     def test_one_advantage_a_token_is_refused_where_one_a_response_was_declared(self) -> None:
         register_advantage("mine", level="sequence")(lambda batch, config: batch.token_rewards_N)
-        with pytest.raises(ValueError, match=r"mine: .* shape \[3\], needed is \[2\].*level='token'"):
+        with pytest.raises(ValueError, match=r"mine: .* shape \[3\], needed is \[2\], .*, as it has no level='token'$"):
             advantages("mine", make([1.0, 2.0], lengths=[2, 1]))
 
     def test_what_it_needs_must_be_there(self) -> None:

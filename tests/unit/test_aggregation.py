@@ -12,8 +12,8 @@ from rlhf.algorithms.aggregation import Aggregation, Totals, token_weight
 from rlhf.config.schema import AlgorithmConfig
 
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
-# Responses of 1 and 3 tokens, cap 4: N = 4, S = 2.
-TOTALS = Totals.of([1, 3], 4)
+# Responses of 1 and 3 tokens, cap 5: N = 4, S = 2.
+TOTALS = Totals.of([1, 3], 5)
 
 
 def test_aggregations_are_those_of_the_configuration() -> None:
@@ -27,7 +27,7 @@ def test_aggregations_are_those_of_the_configuration() -> None:
         ("token_mean", 1 / 4, 1 / 4, 0.5),
         ("sequence_mean", 1 / 2, 1 / 2, 1.0),
         ("sequence_mean_token_mean", 1 / 2, 1 / 6, 0.0),
-        ("constant", 1 / 8, 1 / 8, 0.25),
+        ("constant", 1 / 10, 1 / 10, 0.2),
     ],
 )
 def test_weights_of_one_and_three_tokens(aggregation: Aggregation, short: float, long: float, loss: float) -> None:

@@ -79,6 +79,24 @@ def test_micro_batches_are_filled_with_neighbours_in_length() -> None:
     assert [m.sample_ids for m in minibatch.ranks[0]] == [("0", "2"), ("1", "3")]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens", "expected"),
+    [
+        # Second rank: 2 x 10 = 20 fits into one micro-batch, which is halved as the first rank needs two.
+        ([19, 10, 9, 2], 20, [[[19], [2]], [[10], [9]]]),
+        # Second rank: 5 and 5, then 3; of these it is the first that is halved.
+        ([6, 5, 5, 4, 3, 3, 2], 10, [[[6], [4, 3], [2]], [[5], [5], [3]]]),
+        # First rank: nothing to halve, and two micro-batches are missing.
+        ([9, 3, 3, 3], 3, [[[9], [], []], [[3], [3], [3]]]),
+    ],
+)
+def test_rank_that_needs_fewer_micro_batches_halves_its_fullest_before_it_adds_empty_ones(
+    tokens: list[int], max_tokens: int, expected: list[list[list[int]]]
+) -> None:
+    (minibatch,) = plan([SampleLength(str(i), i, t) for i, t in enumerate(tokens)], 2, 1, max_tokens).minibatches
+    assert [[[sample.tokens for sample in m.samples] for m in rank] for rank in minibatch.ranks] == expected
+
+
 def test_rank_without_samples_gets_empty_micro_batches() -> None:
     (minibatch,) = plan([SampleLength("a", 0, 5)], 3, 1, 10).minibatches
     assert [[m.sample_ids for m in rank] for rank in minibatch.ranks] == [[("a",)], [()], [()]]
@@ -96,6 +114,11 @@ def test_equal_groups_are_dealt_evenly() -> None:
 def test_a_sample_that_occurs_twice_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="sample a is in the batch twice"):
         plan([SampleLength("a", 0, 5), SampleLength("a", 0, 5)], 1, 1, 10)
+
+
+def test_a_sample_without_tokens_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="sample b has 0 tokens: it needs at least one"):
+        plan([SampleLength("a", 0, 1), SampleLength("b", 0, 0)], 1, 1, 10)
 
 
 @pytest.mark.parametrize(("ranks", "minibatches", "max_tokens"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])

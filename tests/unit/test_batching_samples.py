@@ -27,6 +27,16 @@ def test_header_that_disagrees_with_columns_is_an_error_that_names_the_sample() 
         fetch_columns([sample(), sample("0-1", total_tokens=6)], 1.0)
 
 
+def test_header_with_another_split_of_the_same_tokens_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"says 5 tokens of which 4 were sampled, its columns hold 5 and 3"):
+        fetch_columns([sample(prompt_tokens=1)], 1.0)
+
+
+def test_second_token_can_be_a_response_token() -> None:
+    columns = Columns.from_completion((5,), [84, 7], [-1.0, -2.0], 0)
+    assert fetch_columns([sample(total_tokens=3, prompt_tokens=1, columns=columns)], 1.0)["0-0"] is columns
+
+
 def test_first_token_can_not_be_a_response_token() -> None:
     columns = Columns.from_completion((), [84, 7], [-1.0, -2.0], 0)
     with pytest.raises(ValueError, match="sample 0-0: its first token is marked as sampled"):
@@ -57,9 +67,9 @@ def test_scores_of_some_samples_only_are_an_error() -> None:
         fetch_scores([sample().with_scores(reference=scored), sample("0-1")], "reference", 1.0)
 
 
-@pytest.mark.parametrize("scored", [{}, {"0-0": np.zeros(4, np.float32)}])
-def test_missing_or_short_scores_are_an_error(scored: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"sample 0-0: (none|4) values for 5 tokens"):
+@pytest.mark.parametrize(("scored", "held"), [({}, "none"), ({"0-0": np.zeros(4, np.float32)}, "4")])
+def test_missing_or_short_scores_are_an_error(scored: dict[str, object], held: str) -> None:
+    with pytest.raises(ValueError, match=rf"sample 0-0: {held} values for 5 tokens"):
         fetch_scores([sample().with_scores(values=scored)], "values", 1.0)
 
 

@@ -65,6 +65,13 @@ class TestMethods:
         # Ratio exactly 1, bounds [1, 1].
         assert weights(method, [1.0, 1.0], [2], low=1.0, high=1.0).weights_N.tolist() == [1.0, 1.0]
 
+    def test_weight_of_a_far_token_is_that_of_twenty_nats(self) -> None:
+        # e^-100 is 0 in float32, and the token would no longer count as kept.
+        engine, old = torch.zeros(1), torch.tensor([-100.0])
+        found = correct(old, engine, rows_of([1]), 1, CorrectionConfig(method="token_truncate"))
+        assert found is not None and found.kept_N.tolist() == [True]
+        assert found.weights_N.item() == pytest.approx(math.exp(-20))
+
     def test_none_corrects_nothing(self) -> None:
         config = CorrectionConfig(method="none")
         assert correct(torch.zeros(1), torch.zeros(1), rows_of([1]), 1, config) is None
@@ -115,6 +122,20 @@ class TestEveryMethod:
         config = CorrectionConfig(method=method)  # type: ignore[arg-type]
         found = correct(logprobs, logprobs.clone(), rows_of([20, 30]), 2, config)
         assert found is not None and (found.weights_N == 1).all() and found.kept_N.all()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_token_that_neither_can_sample_has_weight_one(self, method: str, dtype: torch.dtype) -> None:
+        never = torch.tensor([-INF], dtype=dtype)
+        found = correct(never, never, rows_of([1]), 1, CorrectionConfig(method=method))  # type: ignore[arg-type]
+        assert found is not None and found.weights_N.tolist() == [1.0]
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+    def test_weights_are_float32_whatever_comes_in(self, method: str, dtype: torch.dtype) -> None:
+        old = engine = torch.tensor([-1.0])
+        config = CorrectionConfig(method=method)  # type: ignore[arg-type]
+        for pair in ((old.to(dtype), engine), (old, engine.to(dtype))):
+            found = correct(*pair, rows_of([1]), 1, config)
+            assert found is not None and found.weights_N.dtype == torch.float32
 
     def test_weights_have_no_gradient(self, method: str) -> None:
         old, engine = (torch.tensor([-1.0, -1.1], requires_grad=True) for _ in range(2))

@@ -74,9 +74,12 @@ class TestEstimates:
         assert torch.isfinite(value) and torch.isfinite(logprobs.grad).all() and torch.isfinite(logprobs).all()
 
     @pytest.mark.parametrize("estimator", ESTIMATORS)
-    def test_token_that_both_exclude_has_no_divergence(self, estimator: Estimator) -> None:
-        logprobs = torch.tensor([-INF], requires_grad=True)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+    def test_token_that_both_exclude_has_no_divergence(self, estimator: Estimator, dtype: torch.dtype) -> None:
+        logprobs = torch.tensor([-INF], dtype=dtype, requires_grad=True)
         kl = kl_per_token(logprobs, torch.tensor([-INF]), estimator)
+        other = kl_per_token(torch.tensor([-INF]), logprobs, estimator)
+        assert kl.dtype == other.dtype == torch.float32 and other.item() == 0.0
         assert kl.item() == 0.0 and torch.isfinite(torch.autograd.grad(kl.sum(), logprobs)[0]).all()
 
     @pytest.mark.parametrize(
@@ -159,6 +162,14 @@ class TestLossTerm:
         # d = 0.5, ratio e^0.2 = 1.221403: k1: 0.610701
         found = kl_loss_per_token(torch.tensor([-1.0]), torch.tensor([-1.5]), "k1", torch.tensor([-1.2]))
         assert found.item() == pytest.approx(0.610701, abs=1e-6)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+    def test_token_that_no_policy_can_sample_any_more_counts_with_ratio_one(self, dtype: torch.dtype) -> None:
+        # d = -inf counts as -100; old and current log-prob -inf: ratio 1.
+        never = torch.tensor([-INF])
+        for old, new in ((never, never.to(dtype)), (never.to(dtype), never)):
+            found = kl_loss_per_token(new, torch.zeros(1), "k1", old)
+            assert found.tolist() == [-100.0] and found.dtype == torch.float32
 
     def test_without_old_log_probs_it_is_the_estimate(self) -> None:
         logprobs, reference = torch.tensor([-1.0, -3.0]), torch.tensor([-1.5, -1.0])

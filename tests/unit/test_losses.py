@@ -109,6 +109,11 @@ class TestCISPO:
         torch.testing.assert_close(result.loss_N, torch.tensor([0.34657, 2.49533]))
         assert result.clipped_N.tolist() == [False, True]
 
+    def test_weight_at_the_bound_is_not_cut(self) -> None:
+        # high 0: the bound is 1, and so is the ratio of the first pass.
+        result = policy_loss(single([1.0, 1.5], [1.0, 1.0]), algorithm("cispo", clip={"high": 0.0}))
+        assert result.clipped_N.tolist() == [False, True]
+
     def test_token_with_a_cut_weight_keeps_its_gradient(self) -> None:
         # -min(r, 1.2) * A: r = 0.5: -0.5; r = 2, A = -3: 3.6; r = 2, A = 1: -1.2. The ratio itself has no gradient.
         found = gradient(single([0.5, 2.0, 2.0], [1.0, -3.0, 1.0]), algorithm("cispo"))
@@ -200,6 +205,12 @@ class TestDPPO:
         divergences = binary_divergence(old, new, divergence)
         assert torch.isfinite(divergences).all() and (divergences >= 0).all()
 
+    @pytest.mark.parametrize("divergence", ["tv", "kl"])
+    def test_divergence_of_bfloat16_is_computed_with_in_float32(self, divergence: str) -> None:
+        old, new = torch.tensor([[-1.0, -0.0546875], [-1.0546875, -2.0]])
+        found = binary_divergence(old.bfloat16(), new.bfloat16(), divergence)
+        assert found.dtype == torch.float32 and torch.equal(found, binary_divergence(old, new, divergence))
+
     def test_unknown_divergence_is_an_error(self) -> None:
         with pytest.raises(ValueError, match="use tv or kl"):
             binary_divergence(torch.zeros(1), torch.zeros(1), "js")
@@ -208,7 +219,14 @@ class TestDPPO:
 @pytest.mark.parametrize("name", ["ppo", "gspo", "dppo"])
 def test_token_without_an_advantage_is_never_clipped(name: str) -> None:
     tokens = LossTokens(torch.tensor([-0.1, -3.0]), torch.tensor([-3.0, -0.1]), torch.zeros(2), torch.arange(2), 2)
-    assert not policy_loss(tokens, algorithm(name)).clipped_N.any()
+    assert not policy_loss(tokens, algorithm(name, clip={"dual": 3.0})).clipped_N.any()
+
+
+@pytest.mark.parametrize("name", sorted(SURROGATES))
+def test_token_that_neither_policy_can_sample_has_ratio_one(name: str) -> None:
+    # Log-probs -inf and -inf: the ratio is that of equals, not e^20.
+    tokens = LossTokens(torch.tensor([-INF]), torch.tensor([-INF]), torch.ones(1), torch.arange(1), 1)
+    assert policy_loss(tokens, algorithm(name)).ratio_N.tolist() == [1.0]
 
 
 def test_every_loss_of_the_catalogue_has_its_formula() -> None:
@@ -257,6 +275,8 @@ class TestOwnSurrogate:
         tokens = LossTokens(leaf, poison, poison, rows, 2, poison, torch.tensor([True, False]))
         result = policy_loss(tokens, algorithm("ppo"), mixed)
         assert result.loss_N.tolist() == [-1.0, 0.0] and seen[0].rows_N.tolist() == [1, 0]
+        assert seen[0].advantages_N.tolist() == [1.0, 0.0] and seen[0].old_logprobs_N.tolist() == [1.0, 0.0]
+        assert seen[0].logprobs_N.tolist() == [-1.0, 0.0]
         assert torch.autograd.grad(result.loss_N.sum(), leaf)[0].tolist() == [1.0, 0.0]
 
     def test_log_ratio_is_bounded_like_the_ratio(self) -> None:
@@ -271,6 +291,20 @@ class TestOwnSurrogate:
         # Differences 100 and -100 count as 20 and -20.
         assert seen[0].log_ratio_N.tolist() == [20.0, -20.0, 0.5]
         torch.testing.assert_close(seen[0].ratio_N, torch.tensor([math.exp(20), math.exp(-20), math.exp(0.5)]))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+    @pytest.mark.parametrize("name", ["logprobs_N", "old_logprobs_N", "advantages_N", "weights_N"])
+    def test_formula_sees_and_gives_float32_whatever_comes_in(self, name: str, dtype: torch.dtype) -> None:
+        seen: list[SurrogateInput] = []
+
+        def look(inputs: SurrogateInput, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+            seen.append(inputs)
+            return -inputs.ratio_N * inputs.advantages_N, inputs.ratio_N > 1
+
+        tokens = replace(single([1.0, 0.5], [1.0, 2.0]), weights_N=torch.ones(2))
+        result = policy_loss(replace(tokens, **{name: getattr(tokens, name).to(dtype)}), algorithm("ppo"), look)
+        arrays = (seen[0].logprobs_N, seen[0].old_logprobs_N, seen[0].advantages_N, seen[0].ratio_N, result.loss_N)
+        assert {values.dtype for values in arrays} == {torch.float32}
 
     def test_surrogate_goes_before_the_built_in_of_the_same_name(self) -> None:
         def zero(inputs: SurrogateInput, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
@@ -321,3 +355,7 @@ class TestWeightedSum:
         # 256 + 1 is no number of bfloat16.
         total = weighted_sum(torch.tensor([256.0, 1.0], dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16))
         assert total.item() == 257.0 and total.dtype == torch.float32
+
+    def test_float64_is_summed_in_float32(self) -> None:
+        one = torch.ones(1)
+        assert weighted_sum(one.double(), one).dtype == weighted_sum(one, one.double()).dtype == torch.float32

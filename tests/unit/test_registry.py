@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ import pytest
 
 from rlhf.algorithms import registry
 from rlhf.algorithms.registry import (
+    OwnFunctionError,
     UnknownFunction,
+    dump_own,
     find_advantage,
     find_policy_loss,
+    load_own,
     own_advantage,
     own_policy_loss,
     register_advantage,
@@ -74,7 +78,7 @@ class TestRegistering:
         assert own_policy_loss("grpo") is centred and own_advantage("grpo") is None
 
     def test_built_in_names_are_refused(self) -> None:
-        with pytest.raises(ValueError, match=r"advantage estimator 'grpo' is built in: choose another name than gae"):
+        with pytest.raises(ValueError, match=r"advantage estimator 'grpo' is built in: .* than gae, grpo, dr_grpo"):
             register_advantage("grpo")(centred)
         with pytest.raises(ValueError, match=r"policy loss 'ppo' is built in: choose another name than ppo"):
             register_policy_loss("ppo")(centred)
@@ -85,8 +89,11 @@ class TestRegistering:
         def first(batch: Any, config: Any) -> Any:
             return batch.rewards_S
 
-        with pytest.raises(ValueError, match=r"'mine' is registered already, as .*first: .*centred needs another name"):
+        with pytest.raises(
+            ValueError, match=r"'mine' is registered already, as (.*)first: (.*)centred needs another"
+        ) as refused:
             register_advantage("mine")(centred)
+        assert f"as {__name__}.{first.__qualname__}: {__name__}.centred needs" in str(refused.value)
         assert own_advantage("mine") is first
         assert advantage_spec("mine").min_group_size == 2
 
@@ -137,7 +144,8 @@ class TestFinding:
         with pytest.raises(UnknownFunction, match=r"no advantage estimator 'my_onw' \(did you mean 'my_own'\?\)"):
             find_advantage("my_onw")
         with pytest.raises(
-            UnknownFunction, match=r"no policy loss 'cisop' \(did you mean 'cispo'\?\).*module:function"
+            UnknownFunction,
+            match=r"no policy loss 'cisop' \(did you mean 'cispo'\?\);.*, `module:function` or `.*`$",
         ):
             find_policy_loss("cisop")
 
@@ -159,6 +167,46 @@ class TestFinding:
         assert advantage_spec(name) == AdvantageSpec(name, min_group_size=3)
         find_advantage(f"{tmp_path}/mine.py:g")
         assert advantage_spec(f"{tmp_path}/mine.py:g").min_group_size == 1
+
+
+class TestTravelling:
+    def arrive(self, dumped: dict[str, bytes]) -> dict[str, Any]:
+        """Unpack as in another process, where nothing is registered."""
+        for known in (OWN_ADVANTAGES, OWN_LOSSES):
+            known.clear()
+        return {key: load_own(packed) for key, packed in dumped.items()}
+
+    def test_what_is_built_in_does_not_travel(self) -> None:
+        assert dump_own("grpo", "ppo") == {}
+
+    def test_advantage_arrives_with_what_it_asks_for(self) -> None:
+        register_advantage("mine", min_group_size=4, needs_greedy=True)(lambda batch, config: 7)
+        arrived = self.arrive(dump_own("mine", "ppo"))
+        assert set(arrived) == {"advantage"} and arrived["advantage"](None, None) == 7
+        assert advantage_spec("mine") == AdvantageSpec("mine", 4, needs_greedy=True) and OWN_LOSSES == {}
+
+    def test_loss_arrives_with_what_it_asks_for(self) -> None:
+        register_policy_loss("mine", uses_ratio=False)(lambda inputs, config: 8)
+        arrived = self.arrive(dump_own("grpo", "mine"))
+        assert set(arrived) == {"loss"} and arrived["loss"](None, None) == 8
+        assert loss_spec("mine") == LossSpec("mine", False) and OWN_ADVANTAGES == {}
+
+    def test_function_of_a_file_arrives_where_there_is_no_such_file(self, tmp_path: Path) -> None:
+        (tmp_path / "gone.py").write_text("SHIFT = 2\ndef f(batch, config):\n    return SHIFT\n")
+        dumped = dump_own(f"{tmp_path}/gone.py:f", "ppo")
+        (tmp_path / "gone.py").unlink()
+        assert self.arrive(dumped)["advantage"](None, None) == 2
+
+    def test_unknown_name_is_told_with_its_setting(self) -> None:
+        with pytest.raises(OwnFunctionError, match=r"^algorithm\.loss: there is no policy loss 'mine'"):
+            dump_own("grpo", "mine")
+
+    def test_function_that_can_not_be_packed_is_told_with_the_remedy(self) -> None:
+        lock = threading.Lock()
+        register_advantage("mine")(lambda batch, config: lock)
+        expected = r"^algorithm\.advantage: 'mine' can't be sent to the learner: TypeError.*lock.* inside it$"
+        with pytest.raises(OwnFunctionError, match=expected):
+            dump_own("mine", "ppo")
 
 
 class TestResolving:

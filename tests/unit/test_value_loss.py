@@ -42,7 +42,7 @@ class TestValueLoss:
         # 0.9^2, 0.5^2, 0.5^2, 0.5^2, halves
         result = value_loss(self.VALUES, torch.zeros(4), self.RETURNS, None)
         torch.testing.assert_close(result.loss_N, torch.tensor([0.405, 0.125, 0.125, 0.125]))
-        assert not result.clipped_N.any()
+        assert result.clipped_N.dtype == torch.bool and not result.clipped_N.any()
 
     def test_nothing_is_clipped_before_the_first_update(self) -> None:
         values = torch.linspace(-3, 3, 20)
@@ -89,6 +89,13 @@ class TestValueLoss:
         found = value_loss(values.bfloat16(), values.bfloat16(), torch.zeros(1).bfloat16(), clip)
         assert found.loss_N.dtype == torch.float32 and torch.equal(found.loss_N, exact.loss_N)
 
+    @pytest.mark.parametrize("odd", [0, 1, 2])
+    def test_loss_is_float32_whatever_comes_in(self, odd: int) -> None:
+        arrays = [torch.tensor([1.5]), torch.tensor([1.0]), torch.tensor([0.0])]
+        arrays[odd] = arrays[odd].double()
+        for clip in (0.2, None):
+            assert value_loss(*arrays, clip).loss_N.dtype == torch.float32
+
     def test_arrays_of_different_shapes_are_an_error(self) -> None:
         one, two = torch.zeros(1), torch.zeros(2)
         for arrays in ((one, two, two), (two, one, two), (two, two, one)):
@@ -123,6 +130,14 @@ class TestExplainedVariance:
         # R = 100 - 0.01 and 100 + 0.01: variance 1e-4, a share of 1e-8 of E[R^2]. Errors of variance 1e-4 / 2.
         found = explained_variance(2, 200.0, 99.99**2 + 100.01**2, 0.0, 1e-4)
         assert found == pytest.approx(0.5, abs=1e-4)
+        # The same 5000 times over: what counts as rounding is a share of the mean, not of the sum.
+        many = explained_variance(10_000, 1e6, 5000 * (99.99**2 + 100.01**2), 0.0, 0.5)
+        assert many == pytest.approx(0.5, abs=1e-4)
+
+    @pytest.mark.parametrize("unit", [1e-8, 1e8])
+    def test_unit_of_the_reward_does_not_matter(self, unit: float) -> None:
+        # The numbers of the first test in another unit: squares 10 u^2 and 1 u^2.
+        assert explained_variance(2, 4 * unit, 10 * unit**2, unit, unit**2) == pytest.approx(0.75)
 
     @given(st.integers(2, 30), st.integers(0, 2**31))
     def test_equals_numpy_and_adds_up_over_ranks(self, count: int, seed: int) -> None:
