@@ -165,7 +165,7 @@ async def test_placement_that_stays_pending_ends_at_the_deadline_with_numbers(se
     # All three slots are taken by the session's own placement.
     second = Placement()
     with pytest.raises(DeadlineExceeded) as pending:
-        await second.reserve(needs(config(ranks=1, engines=1), SHAPE), deadline_s=0.3)
+        await second.reserve(needs(config(ranks=1, engines=1), SHAPE.policy), deadline_s=0.3)
     message = str(pending.value)
     assert "not placed after 0.3 s" in message
     assert "policy needs 1 CPU" in message and "rollout engine 0 needs 1 CPU" in message
