@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from rlhf.batching.plan import MicroBatch, Minibatch, Plan, SampleLength, check_request, split, unique_tokens
+from rlhf.batching.plan import MicroBatch, Minibatch, Plan, SampleLength, by_group, check_request, split, unique_tokens
 
 # How far the most expensive rank may be above the mean before groups are split for it.
 TOLERANCE = 0.005
@@ -99,18 +99,11 @@ def _check_prompts(samples: Sequence[SampleLength]) -> None:
             )
 
 
-def _by_group(samples: Iterable[SampleLength]) -> list[list[SampleLength]]:
-    groups: dict[int, list[SampleLength]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group_id, []).append(sample)
-    return list(groups.values())
-
-
 def _plan_minibatch(
     samples: Sequence[SampleLength], ranks: int, max_tokens: int, cost: CostModel, tolerance: float
 ) -> Minibatch:
     """Balance over ranks, then cut each rank's share into equally many micro-batches, the most expensive first."""
-    parts = [part for group in _by_group(samples) for part in _fitting_parts(group, max_tokens)]
+    parts = [part for group in by_group(samples) for part in _fitting_parts(group, max_tokens)]
     shares = _Shares(parts, ranks, cost)
     shares.even_out(tolerance)
     cut = [_cut(share, max_tokens) for share in shares.samples()]
@@ -263,7 +256,7 @@ class _Shares:
 
 def _cut(share: Sequence[SampleLength], max_tokens: int) -> list[list[SampleLength]]:
     """Cut a rank's share into few micro-batches: parts of groups, first fit, longest first."""
-    parts = [part for group in _by_group(share) for part in _fitting_parts(group, max_tokens)]
+    parts = [part for group in by_group(share) for part in _fitting_parts(group, max_tokens)]
     rows = list[list[SampleLength]]()
     room = list[int]()
     for length, part in sorted(((unique_tokens(part), part) for part in parts), key=lambda pair: -pair[0]):
@@ -283,7 +276,7 @@ def _stretch(rows: Sequence[list[SampleLength]], count: int) -> list[list[Sample
 
     A group is not divided for it, since that would cost a prompt and an empty micro-batch costs nothing.
     """
-    stretched = [_by_group(row) for row in rows]
+    stretched = [by_group(row) for row in rows]
     while len(stretched) < count:
         most = max(range(len(stretched)), key=lambda i: len(stretched[i]), default=None)
         if most is None or len(stretched[most]) < 2:

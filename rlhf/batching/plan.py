@@ -117,16 +117,22 @@ def check_request(samples: Sequence[SampleLength], ranks: int, minibatches: int,
         seen.add(sample.sample_id)
 
 
-def split(samples: Sequence[SampleLength], minibatches: int) -> list[list[SampleLength]]:
-    """Deal whole groups to minibatches, each to the one with the fewest samples so far."""
-    groups: dict[object, list[SampleLength]] = {}
+def by_group(samples: Iterable[SampleLength]) -> list[list[SampleLength]]:
+    """The samples of each group, groups in the order of their first samples."""
+    groups: dict[int, list[SampleLength]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
+    return list(groups.values())
+
+
+def split(samples: Sequence[SampleLength], minibatches: int) -> list[list[SampleLength]]:
+    """Deal whole groups to minibatches, each to the one with the fewest samples so far."""
+    groups = by_group(samples)
     if len(groups) < minibatches:
         # Too few groups to keep them whole: deal single samples.
-        groups = {sample.sample_id: [sample] for sample in samples}
+        groups = [[sample] for sample in samples]
     parts: list[list[SampleLength]] = [[] for _ in range(min(minibatches, len(groups)))]
-    for group in groups.values():
+    for group in groups:
         min(parts, key=len).extend(group)
     return parts
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rlhf.models.masks import TokenMask, join_masks
+from rlhf.models.masks import TokenMask, join_masks, sample_names
 from rlhf.trajectories import Columns
 
 
@@ -66,7 +66,7 @@ def pad_batch(
     ids = np.zeros((len(columns), max(lengths)), dtype=np.int64)
     for row, sample in enumerate(columns):
         ids[row, : len(sample.token_ids)] = sample.token_ids
-    names = [f"row {row}" for row in range(len(columns))] if sample_ids is None else [f"sample {i}" for i in sample_ids]
+    names = sample_names(len(columns), sample_ids)
     mask = join_masks(columns, names, device)
     return _batch(ids, lengths, [np.flatnonzero(c.loss_mask) for c in columns], device, mask)
 

@@ -44,6 +44,11 @@ class TokenMask:
         return logits
 
 
+def sample_names(count: int, sample_ids: Sequence[str] | None) -> list[str]:
+    """What messages call the samples of a batch: by their ids, or by their rows where no ids are given."""
+    return [f"row {row}" for row in range(count)] if sample_ids is None else [f"sample {i}" for i in sample_ids]
+
+
 def join_masks(columns: Sequence[Columns], names: Sequence[str], device: torch.device | str) -> TokenMask | None:
     """One mask for the response tokens of these samples, in their order; None when no sample has one.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlhf.models.attention import PACKED_ATTENTION, Block, PackedLayout, block_coordinates
 from rlhf.models.batch import pad_batch
-from rlhf.models.masks import TokenMask, join_masks
+from rlhf.models.masks import TokenMask, join_masks, sample_names
 from rlhf.trajectories import Columns
 
 # How far hidden states of a packed row may be from those of padded rows, relative to their norm. SmolLM2 (30 layers) is
@@ -75,7 +75,7 @@ def pack_batch(
     """
     if not columns:
         return synthetic_packed_batch(1, 1, 1, 1, device)
-    names = [f"row {row}" for row in range(len(columns))] if sample_ids is None else [f"sample {i}" for i in sample_ids]
+    names = sample_names(len(columns), sample_ids)
     prompts = [_prompt_tokens(sample, name) for sample, name in zip(columns, names, strict=True)]
     blocks, ids, row_index = list[Block](), list[npt.NDArray[np.int32]](), list[npt.NDArray[np.int64]]()
     start = 0
