@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,12 +76,11 @@ class Learner(ABC):
 
         from rlhf.learners.ranks import Ranks
         from rlhf.learners.zero import ZeroEngine
-        from rlhf.models.distributed import join_process_group
+        from rlhf.models.distributed import join_process_group, set_up_compute
 
-        deterministic = self._config.run.deterministic
-        if self._device == "cpu":
-            torch.set_num_threads(1 if deterministic else self._threads())
-        torch.use_deterministic_algorithms(deterministic)
+        # Policy and critic compute at the same time.
+        critics = self._config.critic.ranks if needs_critic(self._config) else 0
+        set_up_compute(self._device, self._config.run.deterministic, self._config.policy.ranks + critics)
         with span(f"{self.role}/setup"):
             join_process_group(self._rank, self._world_size, master, self._device, self.settings.deadline_s)
             device = torch.device(self._device)
@@ -90,11 +88,6 @@ class Learner(ABC):
             self._zero = ZeroEngine(self.settings, self._config.model.dtype, self._world_size, device, self.build)
         self._update = self.make_update()
         return self._zero.arrangement.reason
-
-    def _threads(self) -> int:
-        """This rank's share of the cores: policy and critic compute at the same time."""
-        critics = self._config.critic.ranks if needs_critic(self._config) else 0
-        return max(1, len(os.sched_getaffinity(0)) // (self._config.policy.ranks + critics))
 
     def dry_run(self) -> None:
         """Run the largest micro-batch with the longest sequences forward and backward, and discard the gradients.

@@ -16,6 +16,16 @@ from torch import nn
 PERSISTENT_ELEMENTS = 10_000
 
 
+def set_up_compute(device: Literal["cpu", "cuda"], deterministic: bool, processes: int) -> None:
+    """Give this process its share of the cores, which `processes` compute on at the same time, and the algorithms.
+
+    Deterministic results need one thread, and torch's deterministic algorithms.
+    """
+    if device == "cpu":
+        torch.set_num_threads(1 if deterministic else max(1, len(os.sched_getaffinity(0)) // processes))
+    torch.use_deterministic_algorithms(deterministic)
+
+
 def join_process_group(
     rank: int, world_size: int, master: tuple[str, int], device: Literal["cpu", "cuda"], deadline_s: float
 ) -> None:

@@ -10,7 +10,6 @@ Invariants
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -68,15 +67,10 @@ class Scorer(Generic[Score]):
 
         Returns why its rows have to be padded, or None where they are packed.
         """
-        import torch
-
         from rlhf.models.arrangement import Arrangement
+        from rlhf.models.distributed import set_up_compute
 
-        deterministic = self._config.run.deterministic
-        if self._device == "cpu":
-            cores = len(os.sched_getaffinity(0))
-            torch.set_num_threads(1 if deterministic else max(1, cores // self._world_size))
-        torch.use_deterministic_algorithms(deterministic)
+        set_up_compute(self._device, self._config.run.deterministic, self._world_size)
         with span(f"{self._settings.role}/setup"):
             if self._settings.sharded:
                 self._model = self._load_sharded(master)
