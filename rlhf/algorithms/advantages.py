@@ -155,7 +155,7 @@ def dr_grpo(batch: AdvantageBatch, config: AlgorithmConfig) -> Tensor:
 
 
 def rloo(batch: AdvantageBatch, config: AlgorithmConfig) -> Tensor:
-    """Reward minus the mean of the group's other samples; REINFORCE leave-one-out, arXiv:2402.14740, eq. 8.
+    """Reward minus the mean of the group's other samples; REINFORCE leave-one-out, arXiv:2402.14740, section 2.3.
 
     That is n / (n - 1) times the deviation from the mean of all n. A group of one gives 0.
     """
@@ -164,19 +164,20 @@ def rloo(batch: AdvantageBatch, config: AlgorithmConfig) -> Tensor:
 
 
 def reinforce(batch: AdvantageBatch, config: AlgorithmConfig) -> Tensor:
-    """Discounted sum of the rewards from each token on, without a baseline; Williams, 1992 (REINFORCE)."""
+    """Discounted sum of the rewards from each token on, without a baseline; Williams, 1992, section 5 (REINFORCE)."""
     return discounted_sums(batch.token_rewards_N, batch.lengths_S, config.gamma)
 
 
 def reinforce_plus_plus(batch: AdvantageBatch, config: AlgorithmConfig) -> Tensor:
-    """The returns of `reinforce`, whitened over all tokens of the batch; REINFORCE++, arXiv:2501.03262."""
+    """The returns of `reinforce`, whitened over the batch's tokens; REINFORCE++, arXiv:2501.03262v9, eq. 4 and 5."""
     return whiten(reinforce(batch, config))
 
 
 def reinforce_plus_plus_baseline(batch: AdvantageBatch, config: AlgorithmConfig) -> Tensor:
-    """Reward minus the mean of the group, whitened over all tokens of the batch; REINFORCE++, arXiv:2501.03262.
+    """Reward minus the mean of the group, whitened over all tokens of the batch.
 
-    The mean and standard deviation of the whitening count a sample once for each of its tokens.
+    REINFORCE++ with baseline, arXiv:2501.03262v9, eq. 6 and 7. The mean and standard deviation of the whitening count
+    a sample once for each of its tokens.
     """
     deviations_S = _Groups.of(batch.groups_S).deviations(batch.sequence_rewards_S)
     return whiten(deviations_S[batch.rows_N])[batch.last_S]
@@ -189,12 +190,12 @@ def remax(batch: AdvantageBatch, config: AlgorithmConfig) -> Tensor:
 
 
 def opo(batch: AdvantageBatch, config: AlgorithmConfig) -> Tensor:
-    """Reward minus the length-weighted mean of the group, sum(l r) / sum(l); OPO, arXiv:2505.23585."""
+    """Reward minus the group's length-weighted mean, sum(l r) / sum(l); OPO, arXiv:2505.23585v2, section 3.2."""
     return _Groups.of(batch.groups_S).deviations(batch.sequence_rewards_S, batch.lengths_S.double())
 
 
 def maxrl(batch: AdvantageBatch, config: AlgorithmConfig) -> Tensor:
-    """(r - mean) / mean over the group; MaxRL, arXiv:2602.02710. A group without any reward gives 0.
+    """(r - mean) / mean over the group; MaxRL, arXiv:2602.02710v3, section 4.3. A group without any reward gives 0.
 
     The mean stands for a probability of success. Raises `ValueError` for negative rewards, and for KL penalties, with
     which rewards would be negative.

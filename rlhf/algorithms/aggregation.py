@@ -32,9 +32,9 @@ def token_weight(aggregation: Aggregation, response_tokens: int, totals: Totals)
     """Weight of each token of a response with `response_tokens` tokens.
 
     With N tokens and S sequences in the step and n tokens in this response: token_mean 1/N (every token counts the
-    same, DAPO, arXiv:2503.14476, eq. 8); sequence_mean 1/S (sum over a response's tokens); sequence_mean_token_mean
+    same, DAPO, arXiv:2503.14476, eq. 12); sequence_mean 1/S (sum over a response's tokens); sequence_mean_token_mean
     1/(S n) (mean over its tokens, GRPO, arXiv:2402.03300, eq. 3); constant 1/(S max_new_tokens) (Dr. GRPO,
-    arXiv:2503.20783). An empty response has weight 0.
+    arXiv:2503.20783, section 3.2). An empty response has weight 0.
     """
     if response_tokens == 0:
         return 0.0

@@ -14,7 +14,8 @@ class KLController:
     """The coefficient of the KL term: fixed, or following the measured KL towards a target.
 
     Adaptive: error = clip(KL / target - 1, -0.2, 0.2), coefficient *= 1 + error * samples / horizon; Ziegler et al.,
-    arXiv:1909.08593, section 2.2, with the step size in samples, as in its code. Pure state, no I/O.
+    arXiv:1909.08593, section 2.2, with samples / horizon, as in its code, in place of the paper's 0.1. Pure state, no
+    I/O.
     """
 
     def __init__(self, config: KLConfig) -> None:

@@ -38,11 +38,12 @@ def correct(
     With w = exp(old - engine) of the token:
     token_truncate: min(w, high), TIS (Yao et al., "Your efficient RL framework secretly brings you off-policy RL
     training", 2025; truncation: Ionides, 2008). token_mask: w within [low, high], else 0, IcePop (Ling team,
-    arXiv:2510.18855). sequence_truncate, sequence_mask: the same with the product of w over the response (Liu et al.,
-    "When speed kills stability", 2025). geometric_mask: 1 where the geometric mean of w over the response is within
-    [low, high], else 0: rejection whose bounds don't depend on the length. decoupled: w, and 0 above high: the weight
-    that takes decoupled PPO from the behaviour policy to the proximal one (Hilton et al., arXiv:2110.00641; AReaL,
-    arXiv:2505.24298). A token of weight 0 still counts in the loss's denominator.
+    arXiv:2510.18855, eq. 1 and 2). sequence_truncate, sequence_mask: the same with the product of w over the response
+    (Liu et al., "When speed kills stability", 2025). geometric_mask: 1 where the geometric mean of w over the response
+    is within [low, high], else 0: rejection whose bounds don't depend on the length (Geo-RS in verl's rollout
+    correction). decoupled: w, and 0 above high: the weight that takes decoupled PPO from the behaviour policy to the
+    proximal one (Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298, eq. 5). A token of weight 0 still counts in
+    the loss's denominator.
 
     Finite for every difference, infinite ones included; a NaN stays NaN.
     """

@@ -57,7 +57,7 @@ def kl_loss_per_token(
     The gradient of a plain estimate is not that of the KL: averaged over the policy's tokens that of k1 is 0, and that
     of k3 belongs to KL(reference || policy). Weighted with the ratio r = pi / pi_old, through which the gradient goes
     too, k1 and k3 have the gradient of KL(policy || reference): DeepSeek-V3.2, arXiv:2512.02556, section 3.1,
-    "Unbiased KL Estimate". Float32, nats, any one shape, finite for every difference.
+    "Unbiased KL Estimate", which does it with k3. Float32, nats, any one shape, finite for every difference.
     """
     kl_N = kl_per_token(logprobs_N, reference_N, estimator)
     if old_logprobs_N is None:

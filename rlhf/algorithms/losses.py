@@ -108,7 +108,7 @@ def cispo(inputs: SurrogateInput, config: AlgorithmConfig) -> tuple[Tensor, Tens
 def sapo(inputs: SurrogateInput, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """-f(r) A with the soft gate f(r) = sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A; nothing is clipped.
 
-    SAPO, arXiv:2511.20347. The slope of f at r = 1 is 1, so the first update is the policy gradient.
+    SAPO, arXiv:2511.20347, eq. 5 and 6. The slope of f at r = 1 is 1, so the first update is the policy gradient.
     """
     positive_N = inputs.advantages_N > 0
     tau_N = torch.where(positive_N, config.sapo.positive, config.sapo.negative)
@@ -125,7 +125,8 @@ def dppo(inputs: SurrogateInput, config: AlgorithmConfig) -> tuple[Tensor, Tenso
     """-r A, and 0 for a token that moves away from the old policy and is further from it than the threshold.
 
     Away: A > 0 and r > 1, or A < 0 and r < 1. Distance: total variation or KL(old || current) of the sampled token
-    against all others, the binary approximations of DPPO, arXiv:2602.04879. No gradient goes through the mask.
+    against all others: DPPO, arXiv:2602.04879, section 4.3, with the binary approximations of section 4.4. The paper's
+    old policy is the engine's. No gradient goes through the mask.
     """
     distance_N = binary_divergence(inputs.old_logprobs_N, inputs.logprobs_N, config.dppo.divergence)
     log_ratio_N = inputs.log_ratio_N.detach()
@@ -174,8 +175,8 @@ def binary_divergence(old_logprobs_N: Tensor, logprobs_N: Tensor, divergence: st
     """Divergence of two distributions over {the sampled token, any other}, from that token's log-probs: float32 [N].
 
     tv: |p - p_old|, without unit. kl: p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)), nats. DPPO,
-    arXiv:2602.04879, binary approximations. No gradient, and finite also where a probability is 0 or 1. Raises
-    ValueError for another name.
+    arXiv:2602.04879, section 4.4, binary approximation. No gradient, and finite also where a probability is 0 or 1.
+    Raises ValueError for another name.
     """
     with torch.no_grad():
         old_N, new_N = flat.finite_logprobs(old_logprobs_N), flat.finite_logprobs(logprobs_N)

@@ -27,9 +27,9 @@ def value_loss(
     """max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2 for each token; without `clip` (v - R)^2 / 2.
 
     The clipped value loss of PPO's implementation (OpenAI baselines, ppo2; described in Engstrom et al.,
-    arXiv:2005.12729, section 3). All inputs [N], in units of the reward; the gradient goes to `values_N` only. Where
-    `mask_N` is False the loss is 0 and whatever stands there reaches neither value nor gradient. Raises ValueError for
-    arrays of different shapes.
+    arXiv:2005.12729, "Value function clipping"). All inputs [N], in units of the reward; the gradient goes to
+    `values_N` only. Where `mask_N` is False the loss is 0 and whatever stands there reaches neither value nor gradient.
+    Raises ValueError for arrays of different shapes.
     """
     if not values_N.shape == old_values_N.shape == returns_N.shape:
         raise ValueError(
