@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'A:' }}{% endif %}"
 )
 
-Architecture = Literal["qwen2", "llama"]
+Architecture = Literal["qwen2", "llama", "gemma3"]
 
 
 def make_tiny_model(
@@ -39,12 +39,13 @@ def make_tiny_model(
 ) -> Path:
     """Write config, seeded random weights, generation config and tokenizer to the folder `path` and return it."""
     import torch
-    from transformers import GenerationConfig, LlamaForCausalLM, Qwen2ForCausalLM
+    from transformers import Gemma3ForCausalLM, GenerationConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
+    kinds: dict[str, Any] = {"qwen2": Qwen2ForCausalLM, "llama": LlamaForCausalLM, "gemma3": Gemma3ForCausalLM}
     config = _tiny_config(architecture, tie_word_embeddings=tied, attention_dropout=attention_dropout)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = (Qwen2ForCausalLM if architecture == "qwen2" else LlamaForCausalLM)(config)
+        model = kinds[architecture](config)
     model.generation_config = GenerationConfig(pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=EOS_ID)
     return _save(model, Path(path), dtype, with_template)
 
@@ -76,7 +77,7 @@ def make_tiny_reward_model(
 
 
 def _tiny_config(architecture: Architecture, **settings: Any) -> Any:
-    from transformers import LlamaConfig, Qwen2Config
+    from transformers import Gemma3TextConfig, LlamaConfig, Qwen2Config
 
     settings = {
         "vocab_size": VOCABULARY_SIZE,
@@ -93,6 +94,11 @@ def _tiny_config(architecture: Architecture, **settings: Any) -> Any:
         "initializer_range": 0.1,
         **settings,
     }
+    if architecture == "gemma3":
+        # Both of its kinds of layer; the window is longer than any text here.
+        kinds = ["sliding_attention", "full_attention"]
+        heads = {"head_dim": 32, "query_pre_attn_scalar": 32, "layer_types": kinds, "sliding_window": MAX_POSITIONS}
+        return Gemma3TextConfig(**{**settings, **heads})
     return Qwen2Config(**settings) if architecture == "qwen2" else LlamaConfig(**settings)
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.cluster.placement import Slot
 from rlhf.cluster.process import die_with_parent, redirect_output
 from rlhf.cluster.reaper import MARKER_VARIABLE
-from rlhf.cluster.supervision import Member, forget, register
+from rlhf.cluster.supervision import ActorFailed, Member, forget, register
 from rlhf.cluster.wait import wait, wait_all
 from rlhf.tracking.spans import set_role
 
@@ -42,6 +42,8 @@ _CONTROL_THREADS = 4
 # An async actor takes as many calls as a step has samples; a sync one takes one.
 _ASYNC_CONCURRENCY = 1000
 _END_GRACE_S = 5.0
+# The agent of another node may have to be started first.
+_END_S = 4 * _END_GRACE_S
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -127,15 +129,38 @@ def _has_coroutines(plain: type) -> bool:
     )
 
 
-class ActorGroup:
-    """The actors of one role. Made by `create`."""
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How the actors of a group are made, so that one of them can be made again."""
 
-    def __init__(self, role: str, session: Session) -> None:
+    plain: type
+    args_for_rank: Callable[[int], Arguments]
+    deadline_s: float
+    placement: Sequence[Slot] | None
+    env: Mapping[str, str]
+    log_dir: Path | None
+
+    def spawn(self, role: str, rank: int, marker: str) -> Any:
+        """Ask Ray for the actor of a rank; its class is not constructed yet."""
+        slot = self.placement[rank] if self.placement is not None else None
+        path = str((self.log_dir / f"{role}-{rank}.log").absolute()) if self.log_dir is not None else None
+        return _spawn(self.plain, HostSettings(role, rank, path, marker), slot, dict(self.env))
+
+
+class ActorGroup:
+    """The actors of one role. Made by `create`.
+
+    A lost actor ends the run, unless `on_lost` is set: then that is told the rank and the failure, and takes care.
+    """
+
+    def __init__(self, role: str, session: Session, ranks: int, recipe: _Recipe) -> None:
         self.role = role
-        self.handles: list[Any] = []
+        self.handles: list[Any] = [None] * ranks
         self.members: list[Member] = []
-        self._addresses: list[str] = []
+        self.on_lost: Callable[[int, ActorFailed], None] | None = None
+        self._addresses: dict[int, str] = {}
         self._session = session
+        self._recipe = recipe
 
     def __len__(self) -> int:
         return len(self.handles)
@@ -161,28 +186,33 @@ class ActorGroup:
         """
         if placement is not None and len(placement) != ranks:
             raise ValueError(f"{role}: {ranks} ranks, but {len(placement)} slots are reserved for it")
-        group = cls(role, session)
+        recipe = _Recipe(plain, args_for_rank, deadline_s, placement, dict(env or {}), log_dir)
+        group = cls(role, session, ranks, recipe)
         session.adopt(group)
-        names = [f"start of {role} rank {rank}" for rank in range(ranks)]
         try:
-            for rank in range(ranks):
-                slot = placement[rank] if placement is not None else None
-                path = str((log_dir / f"{role}-{rank}.log").absolute()) if log_dir is not None else None
-                settings = HostSettings(role, rank, path, session.marker)
-                group.handles.append(_spawn(plain, settings, slot, dict(env or {})))
-            hellos = [_control(handle, "rlhf_hello").remote() for handle in group.handles]
-            identities = await wait_all(hellos, what=names, deadline_s=deadline_s)
-            await group._enrol(identities)
-            starts = [handle.rlhf_start.remote(*args_for_rank(rank)) for rank, handle in enumerate(group.handles)]
-            await session.supervisor.guard(wait_all(starts, what=names, deadline_s=deadline_s))
+            await group._start(range(ranks))
         except BaseException:
             group.kill()
             raise
         return group
 
-    async def _enrol(self, identities: Sequence[Mapping[str, Any]]) -> None:
+    async def _start(self, ranks: Sequence[int]) -> None:
+        """Start the actors of these ranks: processes, supervision, constructors."""
+        recipe, names = self._recipe, [f"start of {self.role} rank {rank}" for rank in ranks]
+        for rank in ranks:
+            self.handles[rank] = recipe.spawn(self.role, rank, self._session.marker)
+        hellos = [_control(self.handles[rank], "rlhf_hello").remote() for rank in ranks]
+        identities = await wait_all(hellos, what=names, deadline_s=recipe.deadline_s)
+        await self._enrol(ranks, identities)
+        starts = [self.handles[rank].rlhf_start.remote(*recipe.args_for_rank(rank)) for rank in ranks]
+        constructed = wait_all(starts, what=names, deadline_s=recipe.deadline_s)
+        await self._session.supervisor.guard(constructed)
+
+    async def _enrol(self, ranks: Sequence[int], identities: Sequence[Mapping[str, Any]]) -> None:
         """Make supervision know the actors."""
-        for rank, (handle, identity) in enumerate(zip(self.handles, identities, strict=True)):
+        enrolled = []
+        for rank, identity in zip(ranks, identities, strict=True):
+            handle = self.handles[rank]
             member = Member(
                 role=self.role,
                 rank=rank,
@@ -195,11 +225,40 @@ class ActorGroup:
                 hold=_control(handle, "rlhf_hold").remote(),
             )
             await asyncio.to_thread(member.agents.ask, member.node, "watch", member.pid)
-            self.members.append(member)
-            self._addresses.append(identity["ip"])
+            enrolled.append(member)
+            self._addresses[rank] = identity["ip"]
             register(member)
-        self._session.responsible_for(self.members)
-        self._session.supervisor.watch(self.members)
+        self.members += enrolled
+        self._session.responsible_for(enrolled)
+        self._session.supervisor.watch(enrolled, self._lost)
+
+    def _lost(self, member: Member, failure: ActorFailed) -> bool:
+        """Tell who takes care of a lost actor; False where nobody does."""
+        if self.on_lost is None:
+            return False
+        self.on_lost(member.rank, failure)
+        return True
+
+    async def replace(self, rank: int) -> None:
+        """End the actor of a rank, where it still lives, and start another in its place, constructed like the first.
+
+        Raises what `create` raises; then the rank has no actor.
+        """
+        await self.end(rank)
+        try:
+            await self._start([rank])
+        except BaseException:
+            await self.end(rank)
+            raise
+
+    async def end(self, rank: int) -> None:
+        """End the actor of a rank and whatever it started, on its node; that is no failure."""
+        ended = [member for member in self.members if member.rank == rank]
+        self._kill([rank])
+        self.members = [member for member in self.members if member.rank != rank]
+        for member in ended:
+            await asyncio.to_thread(self._session.agents.ask, member.node, "end", _END_GRACE_S, deadline_s=_END_S)
+        forget(ended)
 
     def ref(self, rank: int, method: str, *args: Any, num_returns: int = 1, **kwargs: Any) -> Any:
         """Call one rank and return the reference to its result, or `num_returns` references."""
@@ -249,24 +308,29 @@ class ActorGroup:
 
     def kill(self) -> None:
         """End the actors without waiting; that is no failure. What they started is ended by the session's `close`."""
+        self._kill(range(len(self.handles)))
+        self.handles.clear()
+
+    def _kill(self, ranks: Sequence[int]) -> None:
         import ray
 
         for member in self.members:
-            if not member.closing:
+            if member.rank in ranks and not member.closing:
                 member.closing = True
                 try:
                     member.agents.ask(member.node, "mark", [member.pid])
                 except Exception as error:  # its node may be gone; the others must be ended all the same
                     log.warning("%s: what it started could not be looked up: %s", member, error)
-        for handle in self.handles:
-            ray.kill(handle)
-        self.handles.clear()
+        for rank in ranks:
+            handle, self.handles[rank] = self.handles[rank], None
+            if handle is not None:
+                ray.kill(handle)
 
     async def close(self) -> None:
         """End the actors and whatever they started, on their nodes; returns when it is gone."""
         self.kill()
         for node in sorted({member.node for member in self.members}):
-            await asyncio.to_thread(self._session.agents.ask, node, "end", _END_GRACE_S, deadline_s=4 * _END_GRACE_S)
+            await asyncio.to_thread(self._session.agents.ask, node, "end", _END_GRACE_S, deadline_s=_END_S)
         forget(self.members)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -185,14 +185,17 @@ class Supervisor:
         self._failure: asyncio.Future[ActorFailed] | None = None
         self._watchers: set[asyncio.Task[None]] = set()
 
-    def watch(self, members: Iterable[Member]) -> None:
-        """Watch these actors from now on, until they are closed."""
+    def watch(self, members: Iterable[Member], taken_care: Callable[[Member, ActorFailed], bool] | None = None) -> None:
+        """Watch these actors from now on, until they are closed.
+
+        `taken_care` is told of a failure first; it ends the work unless that returns True.
+        """
         for member in members:
-            task = asyncio.get_running_loop().create_task(self._watch(member))
+            task = asyncio.get_running_loop().create_task(self._watch(member, taken_care))
             self._watchers.add(task)
             task.add_done_callback(self._watchers.discard)
 
-    async def _watch(self, member: Member) -> None:
+    async def _watch(self, member: Member, taken_care: Callable[[Member, ActorFailed], bool] | None) -> None:
         try:
             # The one wait without a deadline: it is not waited for but watched, beside work that has one.
             await member.hold
@@ -202,6 +205,8 @@ class Supervisor:
             told = explain(error, "its work")
             failed = told if isinstance(told, ActorFailed) else ActorFailed(f"{member}: {told}", died=True)
             failed.__cause__ = error
+            if taken_care is not None and taken_care(member, failed):
+                return
             future = self._future()
             if not future.done():
                 future.set_result(failed)

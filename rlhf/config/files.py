@@ -98,6 +98,7 @@ def _policy(config: Config) -> Iterator[Problem]:
     if model is not None:
         yield from _heads(config, model)
         yield from _context(config, "model.path", model)
+        yield from _stop_ids(config, model)
 
 
 def _reward_model(config: Config) -> Iterator[Problem]:
@@ -181,6 +182,18 @@ def _context(config: Config, key: str, model: dict[str, Any]) -> Iterator[Proble
             config.rollout.max_new_tokens,
             "Lower one of them",
         )
+
+
+def _stop_ids(config: Config, model: dict[str, Any]) -> Iterator[Problem]:
+    vocabulary = model.get("vocab_size")
+    for index, token_id in enumerate(config.rollout.sampling.stop_token_ids):
+        if isinstance(vocabulary, int) and token_id >= vocabulary:
+            yield Problem(
+                f"rollout.sampling.stop_token_ids.{index}",
+                f"the model's vocabulary has {vocabulary} ids, 0 to {vocabulary - 1}",
+                token_id,
+                "Leave it out, or give the id of a token of this model",
+            )
 
 
 def _prompt_files(config: Config) -> Iterator[Problem]:

@@ -14,7 +14,9 @@ from typing import Literal
 from rlhf.config.catalogue import BUILT_IN_REWARDS, needs_critic
 from rlhf.config.problems import Problem
 from rlhf.config.rules_algorithm import ALGORITHM_RULES
+from rlhf.config.rules_checkpoint import CHECKPOINT_RULES
 from rlhf.config.rules_common import Rule, is_set, problem, unused
+from rlhf.config.rules_rollout import ROLLOUT_RULES
 from rlhf.config.schema import Config, LearnerConfig, ReasoningGymPrompts
 from rlhf.config.suggest import nearest
 
@@ -232,6 +234,8 @@ def overlong_punishment_fits(config: Config) -> Iterator[Problem]:
 
 RULES: tuple[Rule, ...] = (
     *ALGORITHM_RULES,
+    *ROLLOUT_RULES,
+    *CHECKPOINT_RULES,
     sharding_has_several_ranks,
     deterministic_is_possible,
     warmup_ends_before_the_run,

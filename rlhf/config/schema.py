@@ -58,8 +58,10 @@ class RunConfig(Section):
         default=False,
         description="Bit-for-bit repeatable on CPU: one thread, no prefix caching, float32 required. Slower.",
     )
-    if_exists: Literal["refuse", "replace"] = Field(
-        default="refuse", description="What to do when the run folder already exists."
+    if_exists: Literal["refuse", "resume", "replace"] = Field(
+        default="refuse",
+        description="What to do when the run folder already exists: refuse to start, go on from its checkpoints "
+        "(`checkpoint.resume`), or delete it and start over.",
     )
 
 
@@ -140,6 +142,37 @@ class SamplingConfig(Section):
     stop: list[NonEmptyText] = Field(
         default_factory=list, description="Strings that end a response. Their tokens stay part of what is trained on."
     )
+    stop_token_ids: list[NonNegativeInt] = Field(
+        default_factory=list,
+        description="Token ids that end a response, besides those of the model. They stay part of what is trained on.",
+    )
+
+
+class OverGenerationConfig(Section):
+    """Start more groups than a step needs, and train on the first that are complete."""
+
+    groups: NonNegativeInt = Field(
+        default=0,
+        description="Groups generated beyond `prompts_per_step`. Those that finish last are left out, which shortens "
+        "steps and favours short responses.",
+    )
+    rest: Literal["carry_over", "abort"] = Field(
+        default="carry_over",
+        description="What becomes of the groups that are left out. carry_over: their prompts come first in the next "
+        "step, generated anew. abort: they are discarded.",
+    )
+
+
+class DynamicSamplingConfig(Section):
+    """Replace groups whose rewards are all equal, which teach nothing, with fresh prompts (DAPO)."""
+
+    enabled: bool = Field(default=False, description="Whether to replace them.")
+    max_factor: PositiveInt = Field(
+        default=4, description="A step draws at most this many times `prompts_per_step` groups."
+    )
+    at_limit: Literal["error", "train"] = Field(
+        default="error", description="At the limit: end with an error, or train on the groups that were found."
+    )
 
 
 class RolloutConfig(Section):
@@ -154,6 +187,20 @@ class RolloutConfig(Section):
         default=0, description="Shortest response: before it, tokens that end a response can't be sampled."
     )
     deadline_s: PositiveFloat = Field(default=600, description="Deadline of one request, seconds.")
+    attempts: PositiveInt = Field(
+        default=3, description="How often a request is sent, in all, when the engines that had it fail."
+    )
+    on_error: Literal["raise", "drop"] = Field(
+        default="raise",
+        description="When a sample can't be generated, and not because of one engine: end the run, or drop the sample, "
+        "counted as failed.",
+    )
+    probe_every_s: PositiveFloat = Field(default=10, description="How often each engine is asked if it works, seconds.")
+    probe_deadline_s: PositiveFloat = Field(
+        default=30, description="Deadline of its answer, seconds. An engine that misses three in a row is ended."
+    )
+    over_generation: OverGenerationConfig = Field(default_factory=OverGenerationConfig)
+    dynamic_sampling: DynamicSamplingConfig = Field(default_factory=DynamicSamplingConfig)
     kv_cache_bytes: PositiveInt = Field(
         default=1 << 30, description="KV cache on each of an engine's devices, on CPU, bytes."
     )
@@ -431,6 +478,66 @@ class WeightsConfig(Section):
     transport: Literal["auto", "gloo", "nccl"] = Field(default="auto", description="auto: nccl on GPUs, gloo on CPU.")
     bucket_bytes: PositiveInt = Field(default=64 << 20, description="Bytes sent in one collective.")
     deadline_s: PositiveFloat = Field(default=120, description="Deadline of each call of a sync, seconds.")
+    pause: Literal["drain", "keep"] = Field(
+        default="drain",
+        description="Requests that run when a sync begins: drain finishes them first, keep continues them after it.",
+    )
+    group_size: PositiveInt = Field(
+        default=8, description="Most engines that receive weights together; they share the fate of a broken transfer."
+    )
+
+
+class FaultToleranceConfig(Section):
+    """What a run survives. Work of a lost engine goes to the others in any case, while one is left."""
+
+    max_restarts: NonNegativeInt = Field(
+        default=0, description="How often an engine that was lost is started again, each engine by itself."
+    )
+
+
+class KeepBestConfig(Section):
+    """Which checkpoint to keep besides the newest ones."""
+
+    metric: NonEmptyText = Field(description="What judges a checkpoint, e.g. `eval/accuracy` or `reward/mean`.")
+    mode: Literal["max", "min"] = Field(
+        default="max", description="Whether more or less of it is better; of equal ones the newer is kept."
+    )
+
+
+class CheckpointConfig(Section):
+    """What is saved of a run, to go on with it after whatever ended it."""
+
+    every: NonNegativeInt = Field(
+        default=0,
+        description="Steps between checkpoints; the last step is saved as well, once. 0: the run writes none and "
+        "can't be resumed.",
+    )
+    keep: PositiveInt = Field(
+        default=2, description="How many of the newest stay; older ones go when a new one is complete."
+    )
+    keep_best: KeepBestConfig | None = Field(
+        default=None, description="Keep the best one by a metric as well; off when absent."
+    )
+    resume: Literal["auto", "must", "never"] | Path = Field(
+        default="auto",
+        description="Where the run begins. auto: after the newest checkpoint of its folder that can be loaded, at step "
+        "1 where there is none. must: refuse where there is none. never: at step 1. A path: after that checkpoint; once "
+        "the run has some of its own and is resumed, those go on, unless the path is one of them.",
+    )
+    init_from: Path | None = Field(
+        default=None,
+        description="A checkpoint whose weights alone this run starts from, at step 1: fresh optimizer, schedule and "
+        "data position.",
+    )
+    on_world_size_change: Literal["convert", "error"] = Field(
+        default="convert", description="When `policy.ranks` or `critic.ranks` changed: convert the shards, or refuse."
+    )
+    on_failed_save: Literal["raise", "continue"] = Field(
+        default="raise", description="When a checkpoint can't be written: end the run, or say so and train on."
+    )
+    deadline_s: PositiveFloat = Field(
+        default=1800, description="Deadline of writing a checkpoint, and of loading one, seconds."
+    )
 
 
 class WandbConfig(Section):
@@ -467,4 +574,6 @@ class Config(Section):
     evaluation: EvaluationConfig | None = Field(default=None, description="Held-out evaluation; none when absent.")
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    fault_tolerance: FaultToleranceConfig = Field(default_factory=FaultToleranceConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)

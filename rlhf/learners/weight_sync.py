@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlhf.config.schema import Config
-from rlhf.weights.endpoint import Endpoint, SendReport
+from rlhf.batching import LearnerSample
+from rlhf.learners.learner import Learner, UpdateResult
+from rlhf.weights.endpoint import Endpoint, JoinReport, SendReport
 
 if TYPE_CHECKING:
     from rlhf.weights.sender import WeightSender
 
 
-class WeightSyncMixin:
-    """Gives a learner `join_transfer` and `send_weights`; it has to be a `rlhf.weights.source.WeightHolder` itself."""
+class WeightSyncMixin(Learner):
+    """Gives a learner transfer groups; it has to be a `rlhf.weights.source.WeightHolder` itself.
 
-    _config: Config
-    _rank: int
+    It knows the version of its weights, so that a transfer which had to wait for an update can't be mislabelled.
+    """
+
     _sender: WeightSender | None = None
+    _version = 0
 
-    def join_transfer(self, endpoint: Endpoint) -> None:
-        """Join the transfer group with the engines. Called once on every rank, again after engines changed."""
+    def update(self, step: int, samples: Sequence[LearnerSample]) -> UpdateResult:
+        """`Learner.update`; the weights are version `step` after it."""
+        result = super().update(step, samples)
+        self._version = step
+        return result
+
+    def join_transfer(self, endpoint: Endpoint) -> JoinReport:
+        """Join a transfer group with engines. Called on every rank together."""
         import torch
 
         from rlhf.weights.sender import WeightSender
-        from rlhf.weights.source import LearnerSource
 
+        if self._sender is None:
+            self._sender = WeightSender(
+                self,  # type: ignore[arg-type]
+                getattr(torch, self._config.model.dtype),
+                endpoint.transport,
+                endpoint.bucket_bytes,
+                self._rank,
+            )
+        return self._sender.join(endpoint)
+
+    def leave_transfer(self, epoch: int) -> None:
+        """Leave a transfer group. Called on every rank together."""
         if self._sender is not None:
-            self._sender.close()
-        source = LearnerSource(self, getattr(torch, self._config.model.dtype))  # type: ignore[arg-type]
-        self._sender = WeightSender(source, endpoint, self._rank)
+            self._sender.leave(epoch)
 
-    def send_weights(self) -> SendReport:
-        """Send the current weights to the engines of the endpoint. Called on every rank together."""
+    def send_weights(self, epochs: Sequence[int]) -> SendReport:
+        """Send the current weights to these groups. Called on every rank together."""
         if self._sender is None:
             raise RuntimeError("send_weights before join_transfer")
-        return self._sender.send()
+        return self._sender.send(epochs, self._version)

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf.rollout.masks import SampledLogprobs, early_stop_mask, support_mask
+from rlhf.rollout.masks import IncompleteSupport, SampledLogprobs, early_stop_mask, support_mask
 from rlhf.rollout.plugin import ACTOR_PID_VARIABLE
-from rlhf.rollout.types import SLOTS_PER_ENGINE, Completion, EngineSpec, GenerationRequest, Sampling
+from rlhf.rollout.types import SLOTS_PER_ENGINE, Completion, EngineSpec, GenerationRequest, SampleFault, Sampling
 from rlhf.tracking.spans import Span, SpanRecorder, now
 from rlhf.trajectories import Columns, FinishReason, SamplingMask
+from rlhf.weights.endpoint import Declared, Pause
 
 _FINISH: Mapping[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 # vLLM's CPU default of 128 is longer than most prompts, which then are never shared by the prefix cache.
@@ -39,6 +40,10 @@ class NotServing(RuntimeError):
     """The engine has no committed weights."""
 
 
+class RequestAborted(RuntimeError):
+    """The request was given up by who asked."""
+
+
 class RolloutEngine:
     """One vLLM engine. Plain class; the actor group puts an actor around it."""
 
@@ -52,6 +57,7 @@ class RolloutEngine:
         self._vocabulary = 0
         self._death: asyncio.Future[None]
         self._recorder = SpanRecorder("rollout")
+        self._running: dict[str, asyncio.Task[Any]] = {}
         self._active = 0
         self._busy_since = 0.0
 
@@ -70,15 +76,30 @@ class RolloutEngine:
         return self.spec.tensor_parallel
 
     async def generate(self, request: GenerationRequest) -> tuple[Completion, Columns]:
-        """Sample one response. Two return values, so that the header and the columns are separate objects."""
+        """Sample one response. Two return values, so that the header and the columns are separate objects.
+
+        Raises `SampleFault` when this request is at fault, and anything else when the engine is.
+        """
         serving = self._version
         if serving is None:
             raise NotServing(f"engine {self.spec.index} has no committed weights; it serves after a weight sync")
         self._enter()
         try:
             output = await self._run(request)
+            return self._answer(request, output, serving)
+        except (ValueError, IncompleteSupport) as error:
+            # What vLLM's input processor refuses is a ValueError.
+            raise SampleFault(f"request {request.request_id}: {error}") from error
         finally:
             self._leave()
+
+    async def abort(self, request_id: str) -> None:
+        """Give up a request, wherever it stands; nobody waits for its answer any more. Unknown ones are ignored."""
+        task = self._running.get(request_id)
+        if task is not None:
+            task.cancel()
+
+    def _answer(self, request: GenerationRequest, output: Any, serving: int) -> tuple[Completion, Columns]:
         completion = output.outputs[0]
         ids = list(completion.token_ids)
         logprobs = SampledLogprobs.from_vllm(completion.logprobs, self._candidates(request.sampling))
@@ -103,21 +124,26 @@ class RolloutEngine:
             return None
         if request.sampling.candidates:
             return support_mask(request.request_id, ids, logprobs)
-        return early_stop_mask(len(ids), request.sampling.min_new_tokens, self._stop_ids)
+        stopping = sorted({*self._stop_ids, *request.sampling.stop_token_ids})
+        return early_stop_mask(len(ids), request.sampling.min_new_tokens, stopping)
 
     async def _run(self, request: GenerationRequest) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         # A request that reaches vLLM in the moment of its EngineCore's death is never answered, so both are awaited.
         output = asyncio.ensure_future(self._output(request))
+        self._running[request.request_id] = output
         try:
             await asyncio.wait({output, self._death}, return_when=asyncio.FIRST_COMPLETED)
             if not output.done():
                 self._death.result()
+            if output.cancelled():
+                raise RequestAborted(f"request {request.request_id} was given up")
             return output.result()
         except EngineDeadError as error:
             raise EngineDied(self._describe_death()) from error
         finally:
+            del self._running[request.request_id]
             output.cancel()
 
     async def _output(self, request: GenerationRequest) -> Any:
@@ -147,12 +173,27 @@ class RolloutEngine:
 
     # The sync. The four methods in the middle are vLLM's protocol, driven by `rlhf.weights.client.EngineClient`.
 
-    async def begin_sync(self) -> None:
-        """Stop serving: what runs is finished first, what comes later is refused until the commit."""
+    async def begin_sync(self, pause: Pause) -> None:
+        """Stop serving; what comes later is refused until the commit.
+
+        What runs is finished first (`drain`), or held and continued by the new weights after the commit (`keep`): then
+        vLLM forgets its keys and values, which come from the old weights, and computes them anew.
+        """
         # First, so that a request which comes during the pause is refused and not held for the new weights.
         self._version = None
-        await self._llm.pause_generation(mode="wait", clear_cache=True)
+        # With the cache cleared, requests that are held give up their blocks. Otherwise they would go on from the old
+        # weights' keys and values, and the reset at the commit would do nothing.
+        await self._llm.pause_generation(mode="wait" if pause == "drain" else "keep", clear_cache=True)
         await self._llm.collective_rpc("abandon_weight_update")
+
+    async def weight_disagreements(self, declared: Sequence[Declared]) -> list[str | None]:
+        """For each worker what speaks against loading the declared tensors, None where nothing does."""
+        if self._version is not None:
+            raise NotServing(f"engine {self.spec.index} is serving; what it can load is tried before it does")
+        # vLLM's own way to its workers takes plain data only.
+        plain = [(d.name, d.dtype, d.shape) for d in declared]
+        found: list[str | None] = await self._llm.collective_rpc("weight_disagreement", args=(plain,))
+        return found
 
     async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Join the transfer group."""
@@ -182,6 +223,10 @@ class RolloutEngine:
         receipts: list[dict[str, Any]] = await self._llm.collective_rpc("weight_receipt")
         return receipts
 
+    async def leave_transfer(self) -> None:
+        """Leave the transfer group."""
+        await self._llm.collective_rpc("leave_transfer")
+
     async def commit_sync(self, version: int) -> None:
         """Serve again, with these weights as `version`. Raises when cached KV of the old weights can't be dropped."""
         if not await self._llm.reset_prefix_cache():
@@ -197,6 +242,10 @@ class RolloutEngine:
         while self._llm is None or not self._llm.errored:  # noqa: ASYNC110  vLLM offers a flag, and no event
             await asyncio.sleep(_WATCH_S)
         raise EngineDied(self._describe_death())
+
+    async def probe(self) -> None:
+        """Return when every worker of the engine has answered: vLLM's own processes too are alive and not stuck."""
+        await self._llm.collective_rpc("check_health")
 
     async def drain_spans(self) -> list[Span]:
         """Spans since the last call."""
@@ -290,6 +339,7 @@ def sampling_parameters(sampling: Sampling, seed: int, candidates: int) -> Any:
         max_tokens=sampling.max_new_tokens,
         min_tokens=sampling.min_new_tokens,
         stop=list(sampling.stop) or None,
+        stop_token_ids=list(sampling.stop_token_ids) or None,
         seed=seed if sampling.temperature > 0 else None,
         # With 0 the sampled token's own log-prob, nothing more.
         logprobs=candidates,

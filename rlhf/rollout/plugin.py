@@ -7,9 +7,11 @@ only get there through the entry-point group `vllm.general_plugins`, which names
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from rlhf.cluster.process import die_with_parent
+from rlhf.weights.endpoint import Declared
 from rlhf.weights.transports import register_transports
 
 # Set by the engine actor for its children; vLLM processes of other programs on the same machine don't have it.
@@ -30,13 +32,29 @@ class WorkerExtension:
     """Methods that vLLM adds to each engine worker; called through `collective_rpc`."""
 
     weight_transfer_engine: Any
+    model_config: Any
+    vllm_config: Any
     _weight_update_active: bool
 
     def abandon_weight_update(self) -> None:
         """Close an update that was never finished, because another engine or the sender failed."""
         self._weight_update_active = False
 
+    def weight_disagreement(self, declared: Sequence[tuple[str, str, Sequence[int]]]) -> str | None:
+        """What speaks against loading tensors of these names, dtypes and shapes; None when nothing does."""
+        from vllm.config import set_current_vllm_config
+
+        from rlhf.weights.loading import disagreement
+
+        with set_current_vllm_config(self.vllm_config):
+            tensors = [Declared(name, dtype, tuple(shape)) for name, dtype, shape in declared]
+            return disagreement(self.weight_transfer_engine.model, tensors, self.model_config.dtype)
+
     def weight_receipt(self) -> dict[str, Any]:
-        """Receipt of the last sync as this worker loaded it: checksum by name, and bytes."""
-        receipt = self.weight_transfer_engine.receipt
-        return {"checksums": receipt.checksums, "bytes": receipt.bytes}
+        """Receipt of the last sync as this worker loaded it: checksum by name, bytes, and seconds by part."""
+        engine = self.weight_transfer_engine
+        return {"checksums": engine.receipt.checksums, "bytes": engine.receipt.bytes, "seconds": engine.seconds}
+
+    def leave_transfer(self) -> None:
+        """Leave the transfer group."""
+        self.weight_transfer_engine.shutdown()

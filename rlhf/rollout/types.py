@@ -30,12 +30,21 @@ class Sampling:
     stop: tuple[str, ...]
     max_new_tokens: int
     min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
 
     @staticmethod
     def for_training(config: Config) -> Sampling:
         """The run's one sampling specification (invariant 5)."""
         rollout, s = config.rollout, config.rollout.sampling
-        return Sampling(s.temperature, s.top_p, s.top_k, tuple(s.stop), rollout.max_new_tokens, rollout.min_new_tokens)
+        return Sampling(
+            temperature=s.temperature,
+            top_p=s.top_p,
+            top_k=s.top_k,
+            stop=tuple(s.stop),
+            max_new_tokens=rollout.max_new_tokens,
+            min_new_tokens=rollout.min_new_tokens,
+            stop_token_ids=tuple(s.stop_token_ids),
+        )
 
     @property
     def candidates(self) -> int:
@@ -61,6 +70,10 @@ class Sampling:
         longest = min(max_new_tokens, self.max_new_tokens)
         # Up to its end such a response is sampled as before: no token that ends one before `min_new_tokens`.
         return replace(self, max_new_tokens=longest, min_new_tokens=min(longest, self.min_new_tokens))
+
+
+class SampleFault(RuntimeError):
+    """A request that no engine could answer: its own fault, and not that of the engine which says so."""
 
 
 @dataclass(frozen=True, slots=True)

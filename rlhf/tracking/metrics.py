@@ -133,6 +133,45 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("rollout/length_max", "tokens", "Longest response.", f"maximum {_FINISHED}"),
     Metric("rollout/truncated_fraction", "fraction", "Responses cut at the token limit.", f"mean {_FINISHED}"),
     Metric(
+        "rollout/groups_drawn",
+        "groups",
+        "Groups begun in the step, carried ones included; above `rollout.prompts_per_step` with over-generation or "
+        "dynamic sampling.",
+        "count",
+    ),
+    Metric(
+        "rollout/groups_replaced",
+        "groups",
+        "Groups that dynamic sampling replaced, their rewards being equal.",
+        "count",
+    ),
+    Metric(
+        "rollout/live_<percent>",
+        "samples",
+        "Samples being generated (greedy baselines included) when so much of the time had passed: the tail, seen.",
+        "count at that time; the time is from the step's first request to its last complete group",
+    ),
+    Metric(
+        "rollout/tail_seconds",
+        "s",
+        "From the moment when 90 % of the answers were there to the last.",
+        "over the answers, failures and aborts until the step's last group was complete",
+    ),
+    Metric(
+        "rollout/idle_share_<engine>",
+        "fraction",
+        "Time in which an engine had nothing to generate while the step's groups were not complete.",
+        "over the same time as `rollout/live_<percent>`; 1 for an engine that is lost",
+    ),
+    Metric("fleet/serving", "engines", "Engines that serve after the step's sync.", "count"),
+    Metric(
+        "fleet/lost",
+        "engines",
+        "Engines that died or were given up; one that came back and was lost again counts twice.",
+        "total of the run so far",
+    ),
+    Metric("fleet/retries", "requests", "Requests sent again, since an engine failed them.", "total of the run so far"),
+    Metric(
         "parity/max_abs",
         "nats",
         "Largest difference between an engine's and the trainer's log-prob of the same token and weights, before the "
@@ -179,6 +218,16 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric("weights/bytes", "bytes", "Weights sent in the step's sync.", "sum over tensors, each counted once"),
     Metric("weights/seconds", "s", "Duration of the step's sync, from begin to the last commit.", "none"),
+    Metric(
+        "weights/paused_s", "s", "Time of the sync in which no engine generates: what it costs the engines.", "none"
+    ),
+    Metric(
+        "weights/<part>_s",
+        "s",
+        "A part of the sync: `begin`, then on the policy gather, cast, checksum, wire, load, and the slowest engine's "
+        "parts as `engine_<part>`. Parts overlap.",
+        "sum over the sync's buckets",
+    ),
     Metric(
         "eval/accuracy",
         "fraction",

@@ -60,10 +60,12 @@ def assemble(
     """Set aside what can't be trained on, and shape the rewards of the rest, in the order of the draws.
 
     A sample without a (finite) reward is `failed`. A group with fewer rewards left than the estimator needs to compare,
-    or whose greedy response (`greedy`, by group, where the estimator wants one) has none, is `filtered`. Raises
-    `StaleSample` when a sample is of another version than `weight_version`.
+    or whose greedy response (`greedy`, by group, where the estimator wants one) has none, is `filtered`; with dynamic
+    sampling also one whose rewards are all equal. Raises `StaleSample` when a sample is of another version than
+    `weight_version`.
     """
     least = advantage_spec(config.algorithm.advantage).min_group_size
+    dynamic = config.rollout.dynamic_sampling.enabled
     kept: list[tuple[Trajectory, ScoredGroup]] = []
     failed = filtered = 0
     ordered = sorted(scored, key=lambda s: s.group.group_id)
@@ -73,7 +75,9 @@ def assemble(
                 raise StaleSample(f"sample {t.sample_id} is of version {t.weight_version}, not {weight_version}")
         usable = [t for t in entry.group.trajectories if _reward(t) is not None]
         failed += len(entry.group.trajectories) - len(usable)
-        if len(usable) < least or (greedy is not None and _reward(greedy[entry.group.group_id]) is None):
+        baseline = None if greedy is None else greedy.get(entry.group.group_id)
+        without_baseline = greedy is not None and (baseline is None or _reward(baseline) is None)
+        if len(usable) < least or without_baseline or (dynamic and not can_be_learned_from(entry, config)):
             filtered += len(usable)
         else:
             kept += [(t, entry) for t in usable]
@@ -94,6 +98,12 @@ def assemble(
         figures["reward/shaped_mean"] = sum(shaped) / len(shaped)
     first = messages[0] if messages else None
     return TrainingBatch(samples, [e.group for e in ordered], failed, filtered, len(messages), first, figures)
+
+
+def can_be_learned_from(scored: ScoredGroup, config: Config) -> bool:
+    """Whether a group has as many rewards as the estimator compares, and they are not all equal."""
+    rewards = [reward for t in scored.group.trajectories if (reward := _reward(t)) is not None]
+    return len(rewards) >= advantage_spec(config.algorithm.advantage).min_group_size and len(set(rewards)) > 1
 
 
 def _reward(trajectory: Trajectory) -> float | None:

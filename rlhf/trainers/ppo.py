@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.algorithms.catalogue import needs_greedy
 from rlhf.algorithms.controller import KLController
 from rlhf.cluster.model_shape import ModelShapes
 from rlhf.cluster.session import open_session
@@ -21,7 +20,7 @@ from rlhf.cluster.wait import first_failure
 from rlhf.config.schema import Config
 from rlhf.rollout.types import Sampling
 from rlhf.tracking.metrics import reward_metrics, rollout_metrics
-from rlhf.tracking.spans import now, recorder, span
+from rlhf.tracking.spans import recorder, span
 from rlhf.trainers.batch import TrainingBatch, assemble
 from rlhf.trainers.checks import (
     check_algorithms,
@@ -31,14 +30,14 @@ from rlhf.trainers.checks import (
     check_run_folder,
     open_journal,
 )
+from rlhf.trainers.collect import Collected, Collector
 from rlhf.trainers.evaluation import Evaluator
 from rlhf.trainers.journal import Journal
 from rlhf.trainers.parity import Parity, compare_logprobs
 from rlhf.trainers.prompts import RunPrompts
 from rlhf.trainers.roles import Roles, start_roles
-from rlhf.trainers.scoring import ScoredGroup, score_group
 from rlhf.trainers.versions import check_versions
-from rlhf.trajectories import Ledger, PromptDraw, Trajectory
+from rlhf.trajectories import Ledger
 
 if TYPE_CHECKING:
     from rlhf.rewards.types import RewardFunction
@@ -107,6 +106,7 @@ class _Run:
         self._roles = roles
         self._sampling = Sampling.for_training(config)
         self._ledger = Ledger()
+        self._collector = Collector(config, roles, prompts.train, self._ledger)
         self._evaluator = Evaluator(config, prompts, roles)
         self._kl = KLController(config.algorithm.kl)
 
@@ -128,6 +128,8 @@ class _Run:
             self._journal.step(step, metrics, recorder.drain())
             await self._evaluate(step)
             await self._write_spans()
+        self._collector.finish()
+        self._ledger.check()
         if moved == 0:
             self._journal.note(
                 "warning: no step changed the model, the export equals what the run started from: every advantage was 0"
@@ -152,51 +154,22 @@ class _Run:
             if "policy/kl" in learned:
                 metrics["policy/kl_coefficient"] = self._kl.coefficient
                 self._kl.update(learned["policy/kl"], len(samples))
-            return {**metrics, **synced.metrics(), **self._ledger.metrics()}
+            return {**metrics, **synced.metrics(), **self._roles.fleet.metrics(), **self._ledger.metrics()}
 
     async def _experience(self, step: int) -> TrainingBatch:
         """Generate, score and estimate a batch with the weights of the step before."""
-        started = now()
-        async with first_failure() as tasks:
-            with span("rollout", step):
-                draws = self._prompts.train.draw(self._config.rollout.prompts_per_step)
-                greedy = tasks.create_task(self._greedy(draws, step)) if needs_greedy(self._config) else None
-                scoring = await self._generate(draws, step, tasks)
-                generated_s = now() - started
-            with span("score", step):
-                scored = [await task for task in scoring]
-                baselines = await greedy if greedy is not None else None
+        collected = await self._collector.collect(step)
         with span("assemble", step):
-            batch = self._assemble(step, scored, baselines)
+            batch = self._assemble(step, collected)
         with span("estimate", step):
             samples = await self._roles.predict([entry.sample for entry in batch.samples])
             rewarded = [replace(entry, sample=s) for entry, s in zip(batch.samples, samples, strict=True)]
             batch = batch.estimated(*await self._roles.estimate(rewarded, self._kl.coefficient))
-        return batch.with_figures(rollout_metrics(batch.trajectories, generated_s))
+        return batch.with_figures({**rollout_metrics(batch.trajectories, collected.seconds), **collected.figures})
 
-    async def _generate(
-        self, draws: Sequence[PromptDraw], step: int, scoring: asyncio.TaskGroup
-    ) -> list[asyncio.Task[ScoredGroup]]:
-        """Generate the step's groups; the scoring of each begins as soon as it is finished, in `scoring`."""
-        samples = self._config.rollout.samples_per_prompt
-        self._ledger.draw(len(draws) * samples)
-        tasks: list[asyncio.Task[ScoredGroup]] = []
-        async for group in self._roles.pool.stream(draws, samples, self._sampling):
-            self._ledger.buffer(len(group.trajectories))
-            tasks.append(scoring.create_task(score_group(self._roles, group, step)))
-        return tasks
-
-    async def _greedy(self, draws: Sequence[PromptDraw], step: int) -> dict[int, Trajectory]:
-        """The scored greedy response to each prompt, by group: baselines, not samples, and so not in the ledger."""
-        stream = self._roles.pool.stream(draws, 1, self._sampling.at_temperature(0.0), purpose="greedy")
-        groups = [await score_group(self._roles, group, step, reference=False) async for group in stream]
-        return {scored.group.group_id: scored.group.trajectories[0] for scored in groups}
-
-    def _assemble(
-        self, step: int, scored: Sequence[ScoredGroup], greedy: Mapping[int, Trajectory] | None
-    ) -> TrainingBatch:
+    def _assemble(self, step: int, collected: Collected) -> TrainingBatch:
         """What can be trained on; the other samples leave the ledger here."""
-        batch = assemble(scored, self._config, weight_version=max(0, step - 1), greedy=greedy)
+        batch = assemble(collected.scored, self._config, weight_version=max(0, step - 1), greedy=collected.greedy)
         self._ledger.settle("failed", batch.failed)
         self._ledger.settle("filtered", batch.filtered)
         if not batch.samples:

@@ -18,6 +18,7 @@ from rlhf.cluster.session import Session
 from rlhf.cluster.wait import wait_all
 from rlhf.config.schema import Config, ReferenceConfig, RewardModelConfig
 from rlhf.rewards.types import SampleScore
+from rlhf.rollout.fleet import Fleet
 from rlhf.rollout.pool import RolloutPool
 from rlhf.tracking.folder import RunFolder
 from rlhf.tracking.spans import Span, now, recorder
@@ -25,8 +26,8 @@ from rlhf.trainers.batch import learner_sample
 from rlhf.trainers.blueprints import make_blueprints, transport
 from rlhf.trainers.scorer_pool import ScorerPool, shares
 from rlhf.trajectories import Columns, Group, Trajectory
-from rlhf.weights.endpoint import Endpoint
-from rlhf.weights.sync import SyncReport, sync_weights
+from rlhf.weights.receipts import SyncError
+from rlhf.weights.sync import SyncReport, WeightSync
 
 if TYPE_CHECKING:
     from rlhf.batching import Estimates, LearnerSample, RewardedSample
@@ -46,13 +47,17 @@ class Roles:
     """The started roles of a run. Made by `start_roles`."""
 
     def __init__(
-        self, config: Config, session: Session, groups: Mapping[str, ActorGroup], extra_functions: int
+        self,
+        config: Config,
+        session: Session,
+        groups: Mapping[str, ActorGroup],
+        extra_functions: int,
+        say: Callable[[str], None],
     ) -> None:
         self._config = config
         self._session = session
         self._policy = groups["policy"]
         self._critic = groups.get("critic")
-        self._rollout = groups["rollout"]
         self._reward = groups.get("reward")
         self._recorder = groups["recorder"]
         reward_model = config.reward.model
@@ -61,8 +66,33 @@ class Roles:
         self._reward_model = self._scorer_pool(groups, "reward_model", reward_model)
         self._reward_calls = len(config.reward.functions) + extra_functions
         self._scoring = 0
-        self._transport = transport(config, session.needs.device)
-        self.pool = RolloutPool(self._rollout.handles, run_seed=config.run.seed, deadline_s=config.rollout.deadline_s)
+        rollout, weights = config.rollout, config.weights
+        self.pool = RolloutPool(
+            run_seed=config.run.seed,
+            deadline_s=rollout.deadline_s,
+            attempts=rollout.attempts,
+            on_error=rollout.on_error,
+            learn_lengths=not config.run.deterministic,
+        )
+        sender = WeightSync(
+            self._policy,
+            self._policy.free_address,
+            transport=transport(config, session.needs.device),
+            bucket_bytes=weights.bucket_bytes,
+            deadline_s=weights.deadline_s,
+            group_size=weights.group_size,
+            pause=weights.pause,
+            # A sync of an engine that comes back may have to wait for what the policy is doing.
+            learner_deadline_s=config.policy.deadline_s,
+        )
+        self.fleet = Fleet(
+            groups["rollout"],
+            sender,
+            self.pool,
+            config,
+            start_deadline_s=max(_START_S, rollout.deadline_s),
+            say=say,
+        )
 
     @staticmethod
     def _scorer_pool(
@@ -81,34 +111,30 @@ class Roles:
 
         Returns what a person should know: which models have to be given padded rows, and why.
         """
-        rollout_s = max(_START_S, self._config.rollout.deadline_s)
         learners = [(self._policy, self._config.policy), (self._critic, self._config.critic)]
         started = [(group, settings.deadline_s) for group, settings in learners if group is not None]
         scorers = [pool for pool in (self._reference, self._reward_model) if pool is not None]
-        learned, workers, scored = await asyncio.gather(
+        learned, _, scored = await asyncio.gather(
             asyncio.gather(*(_load(group, deadline_s) for group, deadline_s in started)),
-            self._rollout.call("start", what="start of vLLM", deadline_s=rollout_s),
+            self.fleet.start(),
             asyncio.gather(*(_load(pool.group, max(_START_S, pool.deadline_s)) for pool in scorers)),
         )
         # One dry run at a time wants the cores for itself: what can't fit has to fail for that reason.
         for group, deadline_s in started:
             await group.call("dry_run", what="dry run of the largest micro-batch", deadline_s=deadline_s)
-        await self._join_transfer(workers)
+        await self.fleet.join()
         return [note for note in [*learned, *scored] if note is not None]
 
-    async def _join_transfer(self, workers: Sequence[int]) -> None:
-        address, port = await self._policy.free_address(0)
-        weights = self._config.weights
-        endpoint = Endpoint(
-            self._transport, address, port, self._rollout.handles, workers, weights.bucket_bytes, weights.deadline_s
-        )
-        await self._policy.call("join_transfer", endpoint, what="transfer group", deadline_s=2 * weights.deadline_s)
-
     async def sync(self, version: int) -> SyncReport:
-        """Bring the policy's weights to all engines, as one transaction."""
-        return await sync_weights(
-            self._policy, self._rollout.handles, version, deadline_s=self._config.weights.deadline_s
-        )
+        """Bring the policy's weights, which have to be `version`, to all engines, as one transaction."""
+        report = await self.fleet.sync()
+        if report.version != version:
+            raise SyncError(f"weight sync: the policy sent version {report.version} when {version} was due")
+        return report
+
+    async def close(self) -> None:
+        """End what looks after the roles; the session ends the roles themselves."""
+        await self.fleet.close()
 
     async def score(self, group: Group, step: int) -> list[SampleScore]:
         """Rewards of a group's samples, in their order.
@@ -239,8 +265,7 @@ class Roles:
 
     async def drain_spans(self) -> list[Span]:
         """The engines' spans since the last call; the other roles hand theirs over with their results."""
-        drained = await self._rollout.call("drain_spans", what="spans of the engines", deadline_s=_ASK_S)
-        return [span for spans in drained for span in spans]
+        return await self.fleet.drain_spans()
 
     async def export(self, path: Path) -> None:
         """Write the trained policy as a checkpoint for transformers and vLLM."""
@@ -291,8 +316,11 @@ async def start_roles(
         for role, blueprint in blueprints.items()
     ]
     groups = dict(zip(blueprints, await asyncio.gather(*starts), strict=True))
-    roles = Roles(config, session, groups, len(reward_functions))
-    for note in await roles.guard(roles.setup()):
-        say(note)
-    say(f"all roles are ready after {now() - started:.0f} s")
-    yield roles
+    roles = Roles(config, session, groups, len(reward_functions), say)
+    try:
+        for note in await roles.guard(roles.setup()):
+            say(note)
+        say(f"all roles are ready after {now() - started:.0f} s")
+        yield roles
+    finally:
+        await roles.close()

@@ -34,6 +34,8 @@ class ScoredGroup:
 
 async def score_group(roles: Roles, group: Group, step: int, *, reference: bool = True) -> ScoredGroup:
     """Rewards ‖ reward model ‖ reference log-probs, each where the run has it; `reference` says if it is wanted."""
+    if not group.trajectories:
+        return ScoredGroup(group, None, {}, [])
     scores, modelled, columns = await asyncio.gather(
         roles.score(group, step),
         roles.reward_model_scores(group),

@@ -40,6 +40,11 @@ class Ledger:
         self.in_flight -= samples
         self.buffered += samples
 
+    def give_back(self, samples: int) -> None:
+        """Finished samples were not used and will be generated anew: they are in flight again."""
+        self.buffered -= samples
+        self.in_flight += samples
+
     def settle(self, outcome: Outcome, samples: int, *, source: Literal["buffered", "in_flight"] = "buffered") -> None:
         """Samples left `source` for good, with this outcome."""
         setattr(self, source, getattr(self, source) - samples)

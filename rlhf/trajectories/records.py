@@ -138,10 +138,14 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All samples of one draw of a prompt. A group is an explicit id, never recovered by reshape (invariant 7)."""
+    """All samples of one draw of a prompt. A group is an explicit id, never recovered by reshape (invariant 7).
+
+    `failures` says of each sample that could not be generated why; there is no trajectory of it.
+    """
 
     draw: PromptDraw
     trajectories: tuple[Trajectory, ...]
+    failures: tuple[str, ...] = ()
 
     @property
     def group_id(self) -> int:

@@ -8,9 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+# How a worker's error begins when it did not get a bucket, which says nothing about whose fault that was.
+WIRE_LOST = "weight sync: a bucket was not received"
+
 
 class SyncError(RuntimeError):
     """A weight sync failed; the engines concerned have not committed and do not serve."""
+
+
+class SyncFailed(SyncError):
+    """A sync failed because of these engines (by index); none where it was the sender, or can't be told."""
+
+    def __init__(self, message: str, engines: frozenset[int] = frozenset()) -> None:
+        super().__init__(message)
+        self.engines = engines
 
 
 @dataclass(slots=True)

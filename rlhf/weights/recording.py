@@ -5,13 +5,14 @@ They wrap vLLM's own interfaces, so they serve every transport alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
+from rlhf.tracking.spans import now
 from rlhf.weights.checksum import checksum
 from rlhf.weights.receipts import Receipt
 
@@ -23,37 +24,70 @@ def record(receipt: Receipt, name: str, tensor: torch.Tensor) -> None:
 
 
 class RecordedSource(WeightSource):
-    """A `WeightSource` that leaves a receipt of what it yields on the sender; other ranks only join the gathers."""
+    """A sender's `WeightSource` that leaves a receipt of what it yielded in its last pass, and the seconds spent."""
 
-    def __init__(self, source: WeightSource, *, is_sender: bool) -> None:
+    def __init__(self, source: WeightSource) -> None:
         self._source = source
-        self._is_sender = is_sender
+        self._pass: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self.passes = 0
         self.receipt = Receipt()
+        self.seconds: dict[str, float] = {}
 
     def metadata(self) -> list[ParamMeta]:
         """Names, wire dtypes and full shapes, in the order of iteration."""
         return list(self._source.metadata())
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.passes += 1
+        self._pass = self._record()
+        return self._pass
+
+    def drain(self, passes: int) -> None:
+        """Run the last pass to its end, having begun at least `passes`: gathering is collective."""
+        if self.passes < passes:
+            iter(self)
+        for _ in self._pass:
+            pass
+
+    def _record(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.receipt = Receipt()
+        self.seconds = {"gather": 0.0, "checksum": 0.0}
+        asked = now()
         for name, tensor in self._source:
-            if self._is_sender:
-                record(self.receipt, name, tensor)
+            given = now()
+            record(self.receipt, name, tensor)
+            checked = now()
+            self.seconds["gather"] += given - asked
+            self.seconds["checksum"] += checked - given
             yield name, tensor
+            asked = now()
 
 
 @contextmanager
-def recorded_loading(model: Any, receipt: Receipt) -> Iterator[None]:
-    """Within the block, every tensor given to `model.load_weights` is recorded in `receipt` where it is loaded."""
+def recorded_loading(model: Any, receipt: Receipt, seconds: MutableMapping[str, float]) -> Iterator[None]:
+    """Within the block, every tensor given to `model.load_weights` is recorded in `receipt` where it is loaded.
+
+    `seconds` gets those of `load` and `checksum`.
+    """
     load = model.load_weights
 
     def observed(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+        checking = 0.0
+
         def each() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal checking
             for name, tensor in weights:
+                start = now()
                 record(receipt, name, tensor)
+                checking += now() - start
                 yield name, tensor
 
-        return load(each(), *args, **kwargs)
+        start = now()
+        try:
+            return load(each(), *args, **kwargs)
+        finally:
+            seconds["checksum"] += checking
+            seconds["load"] += now() - start - checking
 
     model.load_weights = observed
     try:

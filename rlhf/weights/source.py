@@ -1,4 +1,4 @@
-"""The weights a learner sends: gathered layer by layer, cast to the wire dtype, in checkpoint names."""
+"""The weights a learner sends: gathered piece by piece, cast to the wire dtype, in checkpoint names."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, layerwise_groups
+
+from rlhf.weights.buckets import plan_buckets
 
 
 class WeightHolder(Protocol):
@@ -23,29 +25,45 @@ class WeightHolder(Protocol):
 
 
 class LearnerSource(WeightSource):
-    """`WeightSource` over a ZeRO engine. Ranks iterate it together: gathering a layer is a collective at stage 3.
+    """`WeightSource` over a ZeRO engine. Ranks iterate it together: gathering a piece is a collective at stage 3.
 
-    A yielded tensor is valid until the next one is asked for. Tied models send their output head as well, although it
-    is the embedding's tensor: on CPU the engine keeps the head in a packed copy of its own, which would stay old.
+    A piece is at most `bucket_bytes` (of the parameters' own dtype) or a single larger tensor. A yielded tensor is
+    valid until the next one is asked for. Tied models send their output head as well, although it is the embedding's
+    tensor: on CPU the engine keeps the head in a packed copy of its own, which would stay old.
     """
 
-    def __init__(self, holder: WeightHolder, wire_dtype: torch.dtype) -> None:
+    def __init__(self, holder: WeightHolder, wire_dtype: torch.dtype, bucket_bytes: int) -> None:
         self._holder = holder
         self._wire_dtype = wire_dtype
         parameters = dict(holder.named_parameters_for_sync())
-        self._groups = [[(name, parameters[name]) for name in names] for names in layerwise_groups(list(parameters))]
+        order = [name for names in layerwise_groups(list(parameters)) for name in names]
+        cut = plan_buckets([(name, parameters[name].dtype, _shape(parameters[name])) for name in order], bucket_bytes)
+        self._pieces = [[(slot.name, parameters[slot.name]) for slot in bucket.slots] for bucket in cut]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a piece takes memory of its own while it is whole."""
+        return any(hasattr(parameter, "ds_shape") for piece in self._pieces for _, parameter in piece)
 
     def metadata(self) -> list[ParamMeta]:
         """Names, wire dtype and full shapes, in the order of iteration, without gathering anything."""
         return [
-            # At stage 3 a parameter's own shape is that of its shard; DeepSpeed keeps the full one beside it.
-            ParamMeta(name, self._wire_dtype, tuple(getattr(parameter, "ds_shape", parameter.shape)))
-            for group in self._groups
-            for name, parameter in group
+            ParamMeta(name, self._wire_dtype, _shape(parameter)) for piece in self._pieces for name, parameter in piece
         ]
 
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors in their own dtype; who packs them casts on the way."""
+        for piece in self._pieces:
+            unique = {id(parameter): parameter for _, parameter in piece}
+            with self._holder.gather(list(unique.values())):
+                for name, parameter in piece:
+                    yield name, parameter.detach()
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for group in self._groups:
-            with self._holder.gather([parameter for _, parameter in group]):
-                for name, parameter in group:
-                    yield name, parameter.detach().to(self._wire_dtype)
+        for name, tensor in self.parameters():
+            yield name, tensor.to(self._wire_dtype)
+
+
+def _shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+    # At stage 3 a parameter's own shape is that of its shard; DeepSpeed keeps the full one beside it.
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -48,7 +48,7 @@ from common import (
 )
 
 from rlhf.cluster.actors import ActorGroup
-from rlhf.cluster.model_shape import ModelShape
+from rlhf.cluster.model_shape import ModelShapes
 from rlhf.cluster.preflight import Refused
 from rlhf.cluster.process import tail
 from rlhf.cluster.session import Session, open_session
@@ -204,7 +204,7 @@ async def our_pool(session: Session, spec: EngineSpec, config: Config, logs: Pat
         log_dir=logs,
     )
     await engines.call("start", what="start of vLLM", deadline_s=deadline_s)
-    await engines.call("begin_sync", what="begin of a sync without a transfer", deadline_s=deadline_s)
+    await engines.call("begin_sync", "drain", what="begin of a sync without a transfer", deadline_s=deadline_s)
     await engines.call("commit_sync", 0, what="its commit", deadline_s=deadline_s)
     yield RolloutPool(engines.handles, run_seed=config.run.seed, deadline_s=deadline_s)
 
@@ -240,7 +240,7 @@ async def measure(config: Config, rounds: int, logs: Path) -> list[Round]:
     console.print("starting bare vLLM …")
     with BareEngine(spec, variables, logs / "bare.log", config.rollout.deadline_s) as bare:
         console.print("starting our engine …")
-        async with open_session(config, ModelShape.from_path(config.model.path)) as session:
+        async with open_session(config, ModelShapes.of(config)) as session:
 
             async def take_turns() -> list[Round]:
                 measured = []

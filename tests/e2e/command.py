@@ -116,6 +116,10 @@ class Command:
         file = self.folder / "metrics.jsonl"
         return len(file.read_text().splitlines()) if file.exists() else 0
 
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl` so far."""
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
     def find_role(self, role: str, rank: int = 0) -> int | None:
         """Pid of a role's actor, by the name that Ray gives to its process; None while there is none."""
         self.observe()

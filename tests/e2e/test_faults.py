@@ -36,7 +36,7 @@ def running(starting: Command) -> Command:
 
 @pytest.mark.parametrize(
     ("starting", "role", "rank"),
-    [(WIDE, "policy", 1), (WIDE, "rollout", 1), ((), "reference", 0)],
+    [(WIDE, "policy", 1), ((), "rollout", 0), ((), "reference", 0)],
     ids=["policy", "rollout", "reference"],
     indirect=["starting"],
 )

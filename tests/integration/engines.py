@@ -21,22 +21,22 @@ from rlhf.rollout.engine import RolloutEngine
 from rlhf.rollout.types import Completion, EngineSpec, GenerationRequest, Sampling
 from rlhf.trainers.parity import Parity, compare_logprobs
 from rlhf.trajectories import Columns
-from rlhf.weights.endpoint import Endpoint, SendReport
 from rlhf.weights.sender import WeightSender
-from rlhf.weights.source import LearnerSource
-from rlhf.weights.sync import SyncReport, sync_weights
+from rlhf.weights.sync import SyncReport, WeightSync
 
 START_S, CALL_S = 300.0, 60.0
 _numbers = itertools.count()
 
 
 class Trainer:
-    """A Hugging Face model with the learner's side of the sync; `send_weights` can be told to misbehave."""
+    """A Hugging Face model with the learner's side of the sync, which stands in for the policy's actor group."""
 
-    def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, bucket_bytes: int = 1 << 18) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self.sender: Any = None
-        self.dtype = dtype
+        self.version = 0
+        self.bucket_bytes = bucket_bytes
+        self.sender = WeightSender(self, dtype, "gloo", bucket_bytes, rank=0)
+        self.weights: Any = None
 
     def named_parameters_for_sync(self) -> list[tuple[str, torch.nn.Parameter]]:
         named = list(self.model.named_parameters())
@@ -47,17 +47,21 @@ class Trainer:
     def gather(self, parameters: Any) -> Any:
         return nullcontext()
 
-    def join(self, engines: list[Any]) -> None:
-        endpoint = Endpoint("gloo", "127.0.0.1", free_port(), engines, [1] * len(engines), 1 << 18, CALL_S)
-        self.sender = WeightSender(LearnerSource(self, self.dtype), endpoint, rank=0)
+    def join(self, engines: list[Any], **settings: Any) -> None:
+        """Admit the engines (handles), numbered from 0, to syncs of this trainer's own; they stop serving."""
+        ray.get([engine.begin_sync.remote("drain") for engine in engines], timeout=CALL_S)
+        self.weights = weight_sync(self, self.bucket_bytes, **settings)
+        asyncio.run(self.weights.admit(dict(enumerate(engines)), dict.fromkeys(range(len(engines)), 1)))
+
+    async def call(self, method: str, *args: Any, what: str, deadline_s: float) -> list[Any]:
+        arguments = (*args, self.version) if method == "send_weights" else args
+        name = {"join_transfer": "join", "leave_transfer": "leave", "send_weights": "send"}[method]
+        return [await asyncio.to_thread(getattr(self.sender, name), *arguments)]
 
     def move(self, scale: float = 0.05) -> None:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(torch.randn_like(parameter) * scale)
-
-    async def call(self, method: str, *args: Any, what: str, deadline_s: float) -> list[SendReport]:
-        return [await asyncio.to_thread(self.sender.send)]
 
     def logprobs(self, columns: Columns, temperature: float) -> np.ndarray:
         """Log-probs in the records' convention: entry t belongs to token t."""
@@ -71,7 +75,7 @@ class Trainer:
 class Engine:
     """A started engine actor with plain synchronous calls for tests."""
 
-    def __init__(self, path: Path, index: int = 0, **changes: Any) -> None:
+    def __init__(self, path: Path, index: int = 0, *, wait: bool = True, num_gpus: int = 0, **changes: Any) -> None:
         settings: dict[str, Any] = {
             "index": index,
             "model_path": str(path),
@@ -84,10 +88,23 @@ class Engine:
             "weight_backend": "gloo",
             "deterministic": False,
         }
-        self.handle = (
-            ray.remote(RolloutEngine).options(num_cpus=1, max_concurrency=1000).remote(EngineSpec(**settings | changes))
+        options = {"num_cpus": 1, "num_gpus": num_gpus, "max_concurrency": 1000}
+        self.handle = ray.remote(RolloutEngine).options(**options).remote(EngineSpec(**settings | changes))
+        self._starting = self.handle.start.remote()
+        if wait:
+            self.started()
+
+    def started(self) -> Engine:
+        """This engine, when it is up; several start side by side."""
+        ray.get(self._starting, timeout=START_S)
+        return self
+
+    def core_pid(self) -> int:
+        """Process id of vLLM's EngineCore, asked of vLLM itself: process titles are not set everywhere."""
+        ask = self.handle.__ray_call__.remote(
+            lambda engine: engine._llm.engine_core.resources.engine_manager.processes[0].pid
         )
-        ray.get(self.handle.start.remote(), timeout=START_S)
+        return int(ray.get(ask, timeout=CALL_S))
 
     def generate(
         self,
@@ -110,9 +127,26 @@ class Engine:
         return compare_logprobs({"probe": columns}, {"probe": trainer.logprobs(columns, temperature)})
 
 
-def sync(trainer: Trainer, engines: list[Engine], version: int) -> SyncReport:
-    """One whole sync transaction."""
-    return asyncio.run(sync_weights(trainer, [e.handle for e in engines], version, deadline_s=CALL_S))
+def weight_sync(policy: Any, bucket_bytes: int, **settings: Any) -> WeightSync:
+    """The product's own transaction, for a policy whose rank 0 is on this machine."""
+
+    async def address() -> tuple[str, int]:
+        return "127.0.0.1", free_port()
+
+    defaults: dict[str, Any] = {
+        "transport": "gloo",
+        "deadline_s": CALL_S,
+        "group_size": 8,
+        "pause": "drain",
+        "learner_deadline_s": CALL_S,
+    }
+    return WeightSync(policy, address, bucket_bytes=bucket_bytes, **defaults | settings)
+
+
+def sync(trainer: Trainer, version: int) -> SyncReport:
+    """One whole sync of the trainer's weights, as that version, to all engines that it was joined with."""
+    trainer.version = version
+    return asyncio.run(trainer.weights.sync())
 
 
 def free_port() -> int:

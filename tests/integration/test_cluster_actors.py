@@ -185,3 +185,32 @@ async def test_slots_and_ranks_must_agree(session: Session) -> None:
             placement=session.placement.slots["policy"],
             deadline_s=60,
         )
+
+
+async def test_a_lost_actor_that_somebody_looks_after_does_not_end_the_work_and_is_replaced(session: Session) -> None:
+    group = await workers(session)
+    lost: asyncio.Queue[tuple[int, ActorFailed]] = asyncio.Queue()
+    group.on_lost = lambda rank, failure: lost.put_nowait((rank, failure))
+    old = group.members[1].pid
+
+    async def work() -> list[int]:
+        os.kill(old, signal.SIGKILL)
+        rank, failure = await asyncio.wait_for(lost.get(), 30)
+        assert (rank, failure.rank, failure.died) == (1, 1, True)
+        await group.replace(rank)
+        return [(await group.call_rank(r, "whoami", what="who", deadline_s=60))[0] for r in (0, 1)]
+
+    assert await session.supervisor.guard(work()) == [0, 1]
+    new = [member.pid for member in group.members if member.rank == 1]
+    assert new != [old] and not alive(old)
+    # The one in its place is watched like the first.
+    os.kill(new[0], signal.SIGKILL)
+    assert (await asyncio.wait_for(lost.get(), 30))[0] == 1
+
+
+async def test_ending_one_actor_ends_what_it_started_and_is_no_failure(session: Session) -> None:
+    group = await workers(session)
+    child = await group.call_rank(1, "start_child", what="child", deadline_s=60)
+    await group.end(1)
+    assert not alive(child)
+    assert (await session.supervisor.guard(group.call_rank(0, "whoami", what="who", deadline_s=60)))[0] == 0

@@ -42,7 +42,7 @@ def pair(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> SimpleN
         trainer.model.lm_head.weight[OTHER_STOP_ID] = direction * (highest + 2)
     engine = Engine(folder, index=2, max_logprobs=VOCABULARY_SIZE)
     trainer.join([engine.handle])
-    sync(trainer, [engine], 1)
+    sync(trainer, 1)
     return SimpleNamespace(engine=engine, trainer=trainer)
 
 

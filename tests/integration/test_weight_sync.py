@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +17,9 @@ from transformers import AutoTokenizer
 
 from rlhf.rollout.types import GenerationRequest, Sampling
 from rlhf.trainers.parity import ParityError
-from rlhf.weights.receipts import SyncError
-from rlhf.weights.recording import RecordedSource
+from rlhf.weights.endpoint import Declared
+from rlhf.weights.gloo_sender import _Transfer
+from rlhf.weights.receipts import SyncFailed
 from rlhf.weights.source import LearnerSource
 from tests.integration.engines import Engine, Trainer, sync
 from tests.tiny import EOS_ID
@@ -39,7 +41,7 @@ def pair(request: pytest.FixtureRequest, tiny_untied: Path, tiny_tied: Path) -> 
 def synced(pair: SimpleNamespace) -> SimpleNamespace:
     """The pair with weights that just moved and were synced."""
     pair.trainer.move()
-    pair.report = sync(pair.trainer, [pair.engine], 7)
+    pair.report = sync(pair.trainer, 7)
     return pair
 
 
@@ -51,7 +53,7 @@ def test_an_engine_without_committed_weights_refuses_to_serve(pair):
 def test_moved_weights_reach_every_tensor_of_an_engine_that_started_with_dummy_weights(pair):
     for version in range(2):
         pair.trainer.move()
-        report = sync(pair.trainer, [pair.engine], version)
+        report = sync(pair.trainer, version)
         pair.engine.parity(pair.trainer, PROMPT).check("float32")
         sent = sum(p.numel() * 4 for _, p in pair.trainer.named_parameters_for_sync())
         assert (report.version, report.bytes) == (version, sent)
@@ -74,7 +76,7 @@ def test_tokens_carry_the_version_that_produced_them(synced):
 def test_a_prompt_seen_before_a_sync_is_not_answered_from_old_kv(synced):
     synced.engine.generate(LONG_PROMPT)
     synced.trainer.move()
-    sync(synced.trainer, [synced.engine], 8)
+    sync(synced.trainer, 8)
     for prompt in (LONG_PROMPT, LONG_PROMPT[::-1]):
         synced.engine.parity(synced.trainer, prompt).check("float32")
 
@@ -84,13 +86,15 @@ def test_logprobs_are_those_of_the_sampled_distribution(synced, temperature):
     synced.engine.parity(synced.trainer, PROMPT, temperature=temperature).check("float32")
 
 
-def broken_sync(pair, monkeypatch, change):
-    """A sync whose source is changed by `change(pairs)`; returns the error."""
-    original = LearnerSource.__iter__
-    monkeypatch.setattr(LearnerSource, "__iter__", lambda self: change(original(self)))
-    with pytest.raises(Exception) as caught:
-        sync(pair.trainer, [pair.engine], 9)
+def broken_sync(pair, monkeypatch, declared, change):
+    """A sync that declares other tensors and sends what `change` makes of the source's; returns the error."""
+    original = LearnerSource.parameters
+    monkeypatch.setattr(pair.trainer.sender, "_declared", tuple(declared))
+    monkeypatch.setattr(LearnerSource, "parameters", lambda self: change(original(self)))
+    with pytest.raises(SyncFailed) as caught:
+        sync(pair.trainer, 9)
     monkeypatch.undo()
+    assert caught.value.engines == {0}
     return str(caught.value)
 
 
@@ -98,47 +102,67 @@ def serves_again(pair):
     """After a failed sync nobody serves, and the next whole one is good."""
     with pytest.raises(ray.exceptions.RayTaskError, match="no committed weights"):
         pair.engine.generate(PROMPT)
-    sync(pair.trainer, [pair.engine], 10)
+    sync(pair.trainer, 10)
     pair.engine.parity(pair.trainer, PROMPT).check("float32")
 
 
 def test_a_dropped_tensor_is_found_before_anyone_is_served(synced, monkeypatch):
-    declared = LearnerSource.metadata
     name = "model.layers.1.mlp.up_proj.weight"
-    monkeypatch.setattr(LearnerSource, "metadata", lambda self: [m for m in declared(self) if m.name != name])
-    message = broken_sync(synced, monkeypatch, lambda pairs: ((n, t) for n, t in pairs if n != name))
+    declared = [d for d in synced.trainer.sender._declared if d.name != name]
+    message = broken_sync(synced, monkeypatch, declared, lambda pairs: ((n, t) for n, t in pairs if n != name))
     # Half of a merged parameter: vLLM's own loader is content with it.
-    assert "up_proj" in message or "gate_up_proj" in message
+    assert "gate_up_proj" in message
     serves_again(synced)
 
 
 def test_a_tensor_of_the_wrong_shape_fails_the_sync_and_the_next_one_succeeds(synced, monkeypatch):
-    declared = LearnerSource.metadata
     name = "model.layers.1.self_attn.o_proj.weight"
-
-    def halved(meta):
-        return type(meta)(meta.name, meta.dtype, (meta.shape[0] // 2, *meta.shape[1:]))
-
-    monkeypatch.setattr(
-        LearnerSource, "metadata", lambda self: [halved(m) if m.name == name else m for m in declared(self)]
+    declared = [
+        replace(d, shape=(d.shape[0] // 2, *d.shape[1:])) if d.name == name else d
+        for d in synced.trainer.sender._declared
+    ]
+    broken_sync(
+        synced,
+        monkeypatch,
+        declared,
+        lambda pairs: ((n, t[: len(t) // 2] if n == name else t) for n, t in pairs),
     )
-    broken_sync(synced, monkeypatch, lambda pairs: ((n, t[: len(t) // 2] if n == name else t) for n, t in pairs))
     serves_again(synced)
 
 
 def test_a_bit_flipped_on_the_way_is_found_by_the_receipt(synced, monkeypatch):
-    def flipped(self):
-        for name, tensor in original(self):
-            if name == "model.norm.weight":
-                tensor = tensor.clone()
-                tensor.view(torch.int32)[3] ^= 1
-            yield name, tensor
+    def flipped(self, bucket, buffer):
+        for slot in bucket.slots:
+            if slot.name == "model.norm.weight":
+                # A copy: what is on the wire stays as it is, and the sender's checksum is of other bytes.
+                buffer = buffer.clone()
+                slot.view(buffer).view(torch.int32)[3] ^= 1
+        original(self, bucket, buffer)
 
-    original = RecordedSource.__iter__
-    monkeypatch.setattr(RecordedSource, "__iter__", flipped)
-    with pytest.raises(SyncError, match=r"engine 0 rank 0 .*other bytes \(model\.norm\.weight\)"):
-        sync(synced.trainer, [synced.engine], 9)
+    original = _Transfer._check
+    monkeypatch.setattr(_Transfer, "_check", flipped)
+    with pytest.raises(SyncFailed, match=r"engine 0 rank 0 .*other bytes \(model\.norm\.weight\)"):
+        sync(synced.trainer, 9)
     monkeypatch.undo()
+    serves_again(synced)
+
+
+def test_what_an_engine_cannot_load_is_found_by_the_dry_run_and_leaves_the_engine_as_it_was(synced):
+    declared = synced.trainer.sender._declared
+
+    def problem(changed):
+        ray.get(synced.engine.handle.begin_sync.remote("drain"), timeout=60)
+        return ray.get(synced.engine.handle.weight_disagreements.remote(tuple(changed)), timeout=60)[0]
+
+    assert problem(declared) is None
+    assert "up_proj" in problem(d for d in declared if "layers.1.mlp.up_proj" not in d.name)
+    assert "embed_tokens" in problem(d for d in declared if "embed_tokens" not in d.name)
+    wrong = [replace(d, shape=(7, *d.shape[1:])) if "layers.0.mlp.down_proj" in d.name else d for d in declared]
+    assert "model.layers.0.mlp.down_proj.weight [7, 256] can't be loaded" in problem(wrong)
+    assert "model.nonsense" in problem([*declared, Declared("model.nonsense", "float32", (1,))])
+    assert "dtype torch.float32" in problem(replace(d, dtype="bfloat16") for d in declared)
+    # In a tied model as well, where the head has no parameter of its own but a packed copy.
+    assert "lm_head" in problem(d for d in declared if d.name != "lm_head.weight")
     serves_again(synced)
 
 
@@ -189,11 +213,7 @@ def test_seeded_prompts_that_do_not_fit_into_one_pass_together_are_all_answered(
 
 def test_a_killed_engine_core_is_named_with_pid_and_signal(synced):
     # The last test of this module for each engine: the engine is gone after it.
-    # Asked of vLLM itself: process titles are not set everywhere.
-    ask = synced.engine.handle.__ray_call__.remote(
-        lambda self: self._llm.engine_core.resources.engine_manager.processes[0].pid
-    )
-    pid = ray.get(ask, timeout=30)
+    pid = synced.engine.core_pid()
     os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 60
     with pytest.raises(ray.exceptions.RayTaskError, match=rf"pid {pid}\): killed by signal 9"):

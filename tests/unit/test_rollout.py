@@ -5,44 +5,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rlhf.cluster.wait import DeadlineExceeded
 from rlhf.config import Config
 from rlhf.rollout.engine import engine_arguments, token_versions
 from rlhf.rollout.masks import IncompleteSupport, SampledLogprobs, early_stop_mask, support_mask
-from rlhf.rollout.pool import RolloutPool
-from rlhf.rollout.router import Router
-from rlhf.rollout.types import Completion, EngineSpec, Sampling, sample_seed
+from rlhf.rollout.pool import RolloutFailed, RolloutPool
+from rlhf.rollout.types import Completion, EngineSpec, SampleFault, Sampling, sample_seed
 from rlhf.trajectories import Prompt, PromptDraw
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, stop=(), max_new_tokens=4)
-
-
-def test_a_request_goes_to_the_engine_with_fewest_outstanding_tokens():
-    router = Router(engines=3, slots=8)
-    assert [router.acquire("a", 10), router.acquire("b", 4), router.acquire("c", 6)] == [0, 1, 2]
-    # Outstanding: 10, 4, 6.
-    assert router.acquire("d", 1) == 1
-    router.release("a", 0)
-    assert router.acquire("e", 1) == 0
-
-
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 5))
-def test_no_engine_holds_more_requests_than_its_slots(tokens, engines, slots):
-    router = Router(engines, slots)
-    placed = [router.acquire(str(i), t) for i, t in enumerate(tokens)]
-    taken = [e for e in placed if e is not None]
-    assert all(taken.count(e) <= slots for e in range(engines))
-    assert len(taken) == min(len(tokens), engines * slots) == router.outstanding
-
-
-def test_a_request_is_never_with_two_engines():
-    router = Router(engines=2, slots=2)
-    router.acquire("a", 1)
-    with pytest.raises(ValueError, match="already"):
-        router.acquire("a", 1)
 
 
 def test_a_samples_seed_depends_on_run_seed_draw_and_place_alone():
@@ -58,8 +30,11 @@ class ScriptedEngine:
     def __init__(self, index, delay=lambda request: 0.0, fail=None):
         self.index, self.delay, self.fail, self.held, self.most = index, delay, fail, 0, 0
         self.generate = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._remote))
+        self.aborted, self.requests = [], []
+        self.abort = SimpleNamespace(remote=self.aborted.append)
 
     def _remote(self, request):
+        self.requests.append(request.request_id)
         return self._answer(request), ("columns", request.prompt_ids)
 
     async def _answer(self, request):
@@ -67,8 +42,9 @@ class ScriptedEngine:
         self.most = max(self.most, self.held)
         await asyncio.sleep(self.delay(request))
         self.held -= 1
-        if self.fail is not None:
-            raise self.fail
+        failure = self.fail(request) if callable(self.fail) else self.fail
+        if failure is not None:
+            raise failure
         return Completion(request.request_id, request.prompt_ids[-1], "stop", 0, self.index)
 
 
@@ -104,20 +80,123 @@ async def test_the_pool_never_overfills_an_engine():
 
 
 async def test_a_request_that_is_never_answered_ends_at_its_deadline_and_is_named():
-    pool = RolloutPool([ScriptedEngine(0, lambda request: 3600)], run_seed=1, deadline_s=0.05)
-    with pytest.raises(DeadlineExceeded, match=r"request train-0-0 on engine 0"):
+    engine = ScriptedEngine(0, lambda request: 3600)
+    pool = RolloutPool([engine], run_seed=1, deadline_s=0.05, attempts=2)
+    with pytest.raises(
+        RolloutFailed, match=r"failed on 2 engine\(s\), the last: .*train-0-0 on engine 0: not done after"
+    ):
+        await collect(pool, 1, 1)
+    assert engine.aborted == ["train-0-0", "train-0-0"]
+
+
+async def test_a_request_goes_to_another_engine_when_its_own_does_not_answer():
+    stuck, good = ScriptedEngine(0, lambda request: 3600), ScriptedEngine(1)
+    pool = RolloutPool([stuck, good], run_seed=1, deadline_s=0.05)
+    told = []
+    pool.on_outcome = lambda engine, error: told.append((engine, type(error)))
+    (group,) = await collect(pool, 1, 1)
+    assert [t.engine for t in group.trajectories] == [1]
+    assert told == [(0, DeadlineExceeded), (1, type(None))]
+    assert pool.retries == 1
+
+
+async def test_a_fault_of_the_fleet_is_retried_a_bounded_number_of_times():
+    engine = ScriptedEngine(0, fail=RuntimeError("engine 0 is gone"))
+    pool = RolloutPool([engine], run_seed=1, deadline_s=5, attempts=3)
+    with pytest.raises(RolloutFailed, match="engine 0 is gone"):
+        await collect(pool, 1, 1)
+    assert engine.requests == ["train-0-0"] * 3
+
+
+async def test_a_fault_of_the_sample_is_not_retried_and_ends_the_stream():
+    engine = ScriptedEngine(0, fail=SampleFault("the prompt is too long"))
+    pool = RolloutPool([engine], run_seed=1, deadline_s=5)
+    with pytest.raises(SampleFault, match="too long"):
+        await collect(pool, 1, 1)
+    assert engine.requests == ["train-0-0"]
+
+
+async def test_a_sample_at_fault_is_reported_in_its_group_where_the_configuration_says_drop():
+    faulty = lambda request: SampleFault("no") if request.request_id == "train-1-0" else None  # noqa: E731
+    pool = RolloutPool([ScriptedEngine(0, fail=faulty)], run_seed=1, deadline_s=5, on_error="drop")
+    groups = {g.group_id: g for g in await collect(pool, 2, 3)}
+    assert [t.sample_index for t in groups[0].trajectories] == [0, 1, 2] and groups[0].failures == ()
+    assert [t.sample_index for t in groups[1].trajectories] == [1, 2] and groups[1].failures == ("no",)
+
+
+async def test_what_a_lost_engine_had_is_answered_by_the_others_once():
+    doomed, other = ScriptedEngine(0, lambda request: 0.2), ScriptedEngine(1, lambda request: 0.01)
+    pool = RolloutPool([doomed, other], run_seed=1, deadline_s=5)
+    collecting = asyncio.ensure_future(collect(pool, 6, 4))
+    await asyncio.sleep(0.05)
+    had = len(doomed.requests)
+    pool.lose(0, RuntimeError("killed"))
+    groups = await collecting
+    # The lost engine's answers would have come 0.15 s later; they are nobody's by then.
+    await asyncio.sleep(0.3)
+    assert had > 0 and pool.retries == had
+    samples = [(g.group_id, t.sample_index, t.engine) for g in groups for t in g.trajectories]
+    assert sorted((g, s) for g, s, _ in samples) == [(g, s) for g in range(6) for s in range(4)]
+    assert {engine for _, _, engine in samples} == {1}
+
+
+async def test_requests_wait_while_no_engine_serves_and_go_on_with_the_first_that_does():
+    pool = RolloutPool(run_seed=1, deadline_s=5)
+    collecting = asyncio.ensure_future(collect(pool, 2, 2))
+    await asyncio.sleep(0.02)
+    assert not collecting.done()
+    pool.open(3, ScriptedEngine(3))
+    assert {t.engine for g in await collecting for t in g.trajectories} == {3}
+
+
+async def test_when_no_engine_will_ever_serve_everything_ends_with_the_reason():
+    pool = RolloutPool(run_seed=1, deadline_s=5, on_error="drop")
+    collecting = asyncio.ensure_future(collect(pool, 2, 2))
+    await asyncio.sleep(0.02)
+    pool.give_up(RolloutFailed("all four are gone"))
+    with pytest.raises(RolloutFailed, match="all four are gone"):
+        await collecting
+    with pytest.raises(RolloutFailed, match="all four are gone"):
         await collect(pool, 1, 1)
 
 
-async def test_the_first_failure_ends_the_stream_with_that_error():
-    pool = RolloutPool([ScriptedEngine(0, fail=RuntimeError("engine 0 is gone"))], run_seed=1, deadline_s=5)
-    with pytest.raises(RuntimeError, match="engine 0 is gone"):
-        await collect(pool, 4, 2)
+async def test_a_closed_engine_finishes_what_it_has_and_gets_nothing_new():
+    closing, other = ScriptedEngine(0, lambda request: 0.05), ScriptedEngine(1, lambda request: 0.05)
+    pool = RolloutPool([closing, other], run_seed=1, deadline_s=5, slots=2)
+    collecting = asyncio.ensure_future(collect(pool, 4, 2))
+    await asyncio.sleep(0.02)
+    pool.close(0)
+    groups = await collecting
+    assert sum(t.engine == 0 for g in groups for t in g.trajectories) == len(closing.requests) == 2
+
+
+async def test_groups_that_are_given_up_are_aborted_where_they_run_and_named():
+    engine = ScriptedEngine(0, lambda request: 0.0 if request.prompt_ids[-1] == 1 else 3600)
+    pool = RolloutPool([engine], run_seed=1, deadline_s=3600)
+    stream = pool.open_stream(2, SAMPLING)
+    stream.add(draws(3))
+    assert (await anext(stream)).group_id == 0
+    assert stream.pending == 2
+    assert [draw.draw_index for draw in await stream.close()] == [1, 2]
+    assert sorted(engine.aborted) == ["train-1-0", "train-1-1", "train-2-0", "train-2-1"]
+    assert stream.pending == 0
+
+
+async def test_a_stream_takes_more_while_it_runs():
+    pool = RolloutPool([ScriptedEngine(0)], run_seed=1, deadline_s=5)
+    stream = pool.open_stream(1, SAMPLING)
+    first, second, third = draws(3)
+    stream.add([first])
+    assert (await anext(stream)).group_id == 0
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    stream.add([second, third])
+    assert sorted([g.group_id async for g in stream]) == [1, 2]
 
 
 async def test_requests_that_queue_for_several_waves_outlive_one_requests_deadline():
     # One slot, five requests of 0.1 s each: the last waits 0.4 s, twice the deadline of one request.
-    pool = RolloutPool([ScriptedEngine(0, lambda request: 0.1)], run_seed=1, deadline_s=0.2, slots=1)
+    pool = RolloutPool([ScriptedEngine(0, lambda request: 0.1)], run_seed=1, deadline_s=0.2, slots=1, attempts=1)
     assert len(await collect(pool, 5, 1)) == 5
 
 

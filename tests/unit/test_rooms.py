@@ -29,8 +29,10 @@ ALLOWED: dict[str, set[str]] = {
     "scorers": {"batching", "models"},
     "rewards": set(),
     "rollout": {"weights"},
+    "checkpoint": set(),
     "tracking": set(),
     "trainers": {
+        "checkpoint",
         "data",
         "algorithms",
         "batching",

@@ -1,21 +1,24 @@
 """Buckets, checksums and receipts: the parts of a weight sync that need no process."""
 
 import math
-from dataclasses import asdict
+from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
-from rlhf.cluster import wait
 from rlhf.weights.buckets import plan_buckets
 from rlhf.weights.checksum import checksum
-from rlhf.weights.client import EngineClient
+from rlhf.weights.client import CallsFailed, EngineClient
+from rlhf.weights.endpoint import Declared, Endpoint
+from rlhf.weights.gloo import GlooInitInfo, GlooUpdateInfo
 from rlhf.weights.loading import ReceiptMixin
 from rlhf.weights.receipts import Receipt, SyncError, compare
-from rlhf.weights.transports import ENGINE_BACKENDS, register_transports, trainer_init_info
+from rlhf.weights.transports import ENGINE_BACKENDS, register_transports
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8]
 tensor_lists = st.lists(
@@ -92,6 +95,15 @@ def test_compare_names_what_is_missing_surplus_and_different():
     compare(sent, Receipt(checksums=dict(sent.checksums)), who="engine 0 rank 0")
 
 
+class Answer:
+    """Stands in for a Ray reference whose call is done."""
+
+    def future(self):
+        done = Future()
+        done.set_result(None)
+        return done
+
+
 class RecordedEngine:
     """Stands in for an engine actor: remembers what it was called with."""
 
@@ -99,11 +111,14 @@ class RecordedEngine:
         self.calls = []
 
     def __getattr__(self, method):
-        return SimpleNamespace(remote=lambda *args: self.calls.append((method, args)))
+        def remote(*args):
+            self.calls.append((method, args))
+            return Answer()
+
+        return SimpleNamespace(remote=remote)
 
 
-def test_every_engine_gets_a_rank_offset_of_its_own_after_the_sender(monkeypatch):
-    monkeypatch.setattr(wait, "get", lambda references, **_: None)
+def test_every_engine_gets_a_rank_offset_of_its_own_after_the_sender():
     engines = [RecordedEngine() for _ in range(3)]
     client = EngineClient(engines, workers=[2, 1, 2], deadline_s=1)
     client.init_weight_transfer_engine({"master_address": "a", "rank_offset": 1})
@@ -111,27 +126,105 @@ def test_every_engine_gets_a_rank_offset_of_its_own_after_the_sender(monkeypatch
     assert [engine.calls[0][1][0]["rank_offset"] for engine in engines] == [1, 3, 4]
 
 
-@pytest.mark.parametrize("transport", ["gloo", "nccl"])
-def test_init_and_update_messages_are_those_of_the_installed_vllm(transport):
+def test_a_call_that_fails_or_never_ends_is_reported_with_the_engines_place():
+    def reference(outcome):
+        future = Future()
+        if outcome is not None:
+            future.set_exception(outcome) if isinstance(outcome, Exception) else future.set_result(outcome)
+        return SimpleNamespace(future=lambda: future)
+
+    engines = [
+        SimpleNamespace(start_weight_update=SimpleNamespace(remote=lambda o=o: reference(o)))
+        for o in (True, ValueError("broken"), None)
+    ]
+    with pytest.raises(CallsFailed) as caught:
+        EngineClient(engines, workers=[1, 1, 1], deadline_s=0.01).start_weight_update()
+    assert caught.value.failures == {
+        1: "start_weight_update: broken",
+        2: "start_weight_update: not done after 0.01 s",
+    }
+
+
+ENDPOINT = Endpoint(0, "nccl", "127.0.0.1", 1, engines=[None, None], workers=[1, 1], bucket_bytes=1 << 20, deadline_s=5)
+DECLARED = (Declared("a", "bfloat16", (2, 3)),)
+
+
+def test_init_and_update_messages_of_nccl_are_those_of_the_installed_vllm():
     """What our client passes on is parsed by vLLM's own engine classes; a release that changes them fails here."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+
+    from rlhf.weights.nccl import trainer_init_info
 
     register_transports()
-    info = trainer_init_info(
-        transport, rank=0, address="127.0.0.1", port=1, world_size=3, bucket_bytes=1 << 20, timeout_s=5
-    )
-    assert WeightTransferTrainerFactory._registry[info.backend]().init_info_cls is type(info)
-    engine = WeightTransferEngineFactory._registry[ENGINE_BACKENDS[transport]]()
-    if transport == "nccl":
-        wire = worker_init_payload(
-            NCCLWeightTransferInitInfo(master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=3)
+    info = trainer_init_info(ENDPOINT)
+    trainer = WeightTransferTrainerFactory._registry[info.backend]()
+    assert trainer is NCCLTrainerWeightTransferEngine
+    assert trainer.init_info_cls is type(info)
+    # One sender and two engines of one worker each.
+    assert (info.world_size, info.packed_buffer_size_bytes, info.is_sender) == (3, 1 << 20, True)
+    engine = WeightTransferEngineFactory._registry[ENGINE_BACKENDS["nccl"]]()
+    wire = worker_init_payload(
+        NCCLWeightTransferInitInfo(
+            master_address=info.master_address,
+            master_port=info.master_port,
+            rank_offset=1,
+            world_size=info.world_size,
+            packed=info.packed,
+            packed_buffer_size_bytes=info.packed_buffer_size_bytes,
+            packed_num_buffers=info.packed_num_buffers,
         )
-    else:
-        wire = {key: value for key, value in asdict(info).items() if key != "rank"}
+    )
     parsed = engine.init_info_cls(**{**wire, "rank_offset": 2})
-    assert (parsed.rank_offset, parsed.world_size, parsed.master_port) == (2, 3, 1)
+    assert (parsed.rank_offset, parsed.world_size, parsed.packed_buffer_size_bytes) == (2, 3, 1 << 20)
     update = engine.update_info_cls(names=["a"], dtype_names=["bfloat16"], shapes=[[2, 3]])
     assert update.names == ["a"]
-    # Start and finish are ours on every transport: they hold the receipts.
+    # Start and finish are ours: they hold the receipts.
+    assert engine.start_weight_update is ReceiptMixin.start_weight_update
+    assert engine.finish_weight_update is ReceiptMixin.finish_weight_update
+
+
+def test_vllms_nccl_trainer_drives_our_client_through_the_four_methods(monkeypatch):
+    """The whole conversation of two groups, but for the broadcast itself."""
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    from rlhf.weights.nccl import NcclSender
+
+    class Source(WeightSource):
+        def metadata(self):
+            return [ParamMeta("a", torch.bfloat16, (2, 3))]
+
+        def __iter__(self):
+            yield "a", torch.ones(2, 3, dtype=torch.bfloat16)
+
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: SimpleNamespace(destroy=lambda: None))
+    monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", lambda iterator, **_: list(iterator))
+    engines = [RecordedEngine(), RecordedEngine(), RecordedEngine()]
+    sender = NcclSender(Source())
+    assert sender.join(replace(ENDPOINT, engines=engines[:2])) == ()
+    assert sender.join(replace(ENDPOINT, epoch=1, engines=engines[2:], workers=[2])) == ()
+    receipt, _, failures = sender.send([0, 1])
+    assert failures == ()
+    # Six bfloat16 values.
+    assert receipt.bytes == 12
+    methods = ["init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"]
+    assert [[method for method, _ in engine.calls] for engine in engines] == [methods] * 3
+    assert [engine.calls[0][1][0]["rank_offset"] for engine in engines] == [1, 2, 1]
+    assert engines[2].calls[2][1][0] == {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
+
+
+def test_messages_of_gloo_are_parsed_by_the_engine_side_that_vllm_is_given():
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    register_transports()
+    engine = WeightTransferEngineFactory._registry[ENGINE_BACKENDS["gloo"]]()
+    info = engine.init_info_cls(
+        **{**vars(GlooInitInfo("127.0.0.1", 1, world_size=3, bucket_bytes=16, timeout_s=5)), "rank_offset": 2}
+    )
+    assert (info.rank_offset, info.world_size, info.master_port) == (2, 3, 1)
+    update = engine.update_info_cls(**GlooUpdateInfo.of(DECLARED).wire())
+    ((slot,),) = [bucket.slots for bucket in update.buckets(16)]
+    # Six bfloat16 values.
+    assert (slot.name, slot.dtype, slot.shape, slot.nbytes) == ("a", torch.bfloat16, (2, 3), 12)
     assert engine.start_weight_update is ReceiptMixin.start_weight_update

@@ -1,0 +1,293 @@
+"""One rank of learners that save, or that load what others saved: the process behind `test_learner_checkpoint.py`.
+
+`--phase save` trains and saves. `--phase load` runs in fresh processes, of as many ranks and of another number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rlhf.learners import snapshot
+from rlhf.learners.critic import CriticLearner
+from rlhf.learners.policy import PolicyLearner
+from rlhf.learners.ranks import LearnerError
+from tests.integration.learner_ranks import Rank, make_config, make_samples, with_returns
+
+STEPS = 6
+# Bytes; less than a rank's shard of the tiny model, more than a log.
+FILE_LIMIT = 500_000
+KL_COEFFICIENT = 0.25
+
+
+class Case(NamedTuple):
+    """A learner."""
+
+    role: str
+    stage: int
+    dtype: str
+    model: str
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(value) for value in self)
+
+
+# A pairwise choice: every stage with each number of ranks, each dtype, a tied and an untied head.
+CASES = {
+    1: [
+        Case("policy", 1, "bfloat16", "tied"),
+        Case("policy", 2, "float32", "untied"),
+        Case("policy", 3, "bfloat16", "untied"),
+        Case("critic", 2, "bfloat16", "reward"),
+    ],
+    2: [
+        Case("policy", 1, "float32", "untied"),
+        Case("policy", 2, "bfloat16", "tied"),
+        Case("policy", 3, "float32", "tied"),
+        Case("critic", 3, "float32", "reward"),
+    ],
+}
+FULL = [
+    *(Case("policy", s, d, m) for s in (1, 2, 3) for d in ("float32", "bfloat16") for m in ("tied", "untied")),
+    *(Case("critic", s, d, "reward") for s in (1, 2, 3) for d in ("float32", "bfloat16")),
+]
+
+
+def cases(full: bool) -> dict[int, list[Case]]:
+    """What is saved, by the number of ranks."""
+    return {1: FULL, 2: FULL} if full else CASES
+
+
+def make(arguments: argparse.Namespace, case: Case) -> Any:
+    """A learner whose rate falls from 1e-3 at step 2 to 0 at step 6."""
+    settings = {
+        "zero_stage": case.stage,
+        "learning_rate": 1e-3,
+        "schedule": "linear",
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+    }
+    models = Path(arguments.models)
+    run = {"deterministic": True, "steps": STEPS}
+    if case.role == "critic":
+        settings["model"] = str(models / case.model)
+        config = make_config(
+            models / "untied", case.dtype, algorithm={"advantage": "gae"}, critic=settings, run=run, policy={}
+        )
+        return Rank(arguments, config, CriticLearner).learner
+    config = make_config(models / case.model, case.dtype, policy=settings, run=run)
+    return Rank(arguments, config, PolicyLearner).learner
+
+
+def update(learner: Any, step: int) -> dict[str, float]:
+    """One step; the metrics."""
+    if learner.role == "critic":
+        metrics: dict[str, float] = learner.update(step, with_returns(make_samples(step), step)).metrics
+    else:
+        metrics = learner.update(step, make_samples(step), KL_COEFFICIENT).metrics
+    return metrics
+
+
+def weights(learner: Any) -> dict[str, torch.Tensor]:
+    """All weights in the compute dtype, whole on every rank."""
+    found = {}
+    for name, parameter in learner._zero.model.named_parameters():
+        with learner._zero.gather([parameter]):
+            found[name] = parameter.detach().clone()
+    return found
+
+
+def optimizer_state(learner: Any) -> dict[str, torch.Tensor]:
+    """Masters, both moments and step counts, whole on every rank."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found = {}
+    for name, parameter in learner._zero.model.named_parameters():
+        found[f"{name} master"] = safe_get_full_fp32_param(parameter).clone()
+        for moment in ("exp_avg", "exp_avg_sq"):
+            found[f"{name} {moment}"] = safe_get_full_optimizer_state(parameter, moment).clone()
+    for index, state in enumerate(learner._zero._optimizer.state.values()):
+        found[f"step of group {index}"] = state["step"].clone()
+    return found
+
+
+def seed_streams(rank: int, salt: int = 0) -> None:
+    """Set every stream to a place of this rank's own, in the middle of a pair of normal numbers."""
+    seed = 10 * salt + rank
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    random.gauss(0, 1)
+    np.random.normal()
+
+
+def draws() -> list[float]:
+    """The next numbers of every stream."""
+    return [
+        random.gauss(0, 1),
+        random.random(),
+        float(np.random.normal()),
+        float(np.random.random()),
+        *torch.rand(2).tolist(),
+    ]
+
+
+@contextmanager
+def held_writer() -> Iterator[threading.Event]:
+    """Files are only written after the event is set, which happens at the end of the block at the latest."""
+    release, write = threading.Event(), snapshot._write_all
+
+    def held(*arguments: Any) -> Any:
+        release.wait()
+        return write(*arguments)
+
+    snapshot._write_all = held
+    try:
+        yield release
+    finally:
+        release.set()
+        snapshot._write_all = write
+
+
+def check_save(arguments: argparse.Namespace, case: Case) -> dict[str, Any]:
+    """Three updates without a save, and three with one after the second that is written after the third."""
+    found: dict[str, Any] = {}
+    plain = make(arguments, case)
+    found["metrics"] = [update(plain, step) for step in (1, 2, 3)]
+    found["uninterrupted"] = weights(plain)
+
+    learner = make(arguments, case)
+    for step in (1, 2):
+        update(learner, step)
+    found["saved weights"], found["saved state"] = weights(learner), optimizer_state(learner)
+    seed_streams(arguments.rank)
+    with held_writer():
+        found["save"] = learner.save(str(path_of(arguments, case, arguments.world)))
+        found["draws"] = draws()
+        update(learner, 3)
+    found["write"] = learner.finish_save()
+    found["with a save"] = weights(learner)
+    return found
+
+
+def check_writing(arguments: argparse.Namespace, case: Case) -> dict[str, Any]:
+    """Two saves in a row, then one that one rank can't write, and training after that."""
+    found: dict[str, Any] = {}
+    first, second, failing = (Path(arguments.out) / f"{name}-{arguments.world}" for name in ("first", "second", "bad"))
+    learner = make(arguments, case)
+    update(learner, 1)
+    found["first weights"] = weights(learner)
+    with held_writer() as release:
+        learner.save(str(first))
+        update(learner, 2)
+        found["second weights"] = weights(learner)
+        found["files before the release"] = sorted(first.rglob("*"))
+        threading.Timer(0.5, release.set).start()
+        learner.save(str(second))
+        found["files of the first at the second's return"] = len(list(first.rglob("*")))
+    learner.finish_save()
+
+    last = arguments.rank == arguments.world - 1
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if last:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, limits[1]))
+    learner.save(str(failing))
+    try:
+        learner.finish_save()
+    except LearnerError as error:
+        found["failed write"] = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    found["metrics after it"] = update(learner, 3)
+    learner.save(str(failing))
+    found["write after it"] = learner.finish_save()
+    if arguments.rank == 0:
+        found["first on disk"], found["second on disk"] = consolidated(first), consolidated(second)
+    return found
+
+
+def consolidated(path: Path) -> dict[str, torch.Tensor]:
+    """What DeepSpeed's `zero_to_fp32` makes of a checkpoint."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    made: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(path))
+    return made
+
+
+def check_load(arguments: argparse.Namespace, case: Case, saved_world: int) -> dict[str, Any]:
+    """Load what `saved_world` ranks saved in a learner as it is before step 1, and train on."""
+    found: dict[str, Any] = {}
+    path = path_of(arguments, case, saved_world)
+    before = fingerprints(path)
+    learner = make(arguments, case)
+    learner.dry_run()
+    seed_streams(arguments.rank, salt=1)
+    if saved_world != arguments.world:
+        try:
+            learner.load(str(path))
+        except LearnerError as error:
+            found["refused"] = str(error)
+    found["load"] = learner.load(str(path), "convert")
+    found["draws"] = draws()
+    found["weights"], found["state"] = weights(learner), optimizer_state(learner)
+    found["learner"] = learner.state_dict()
+    found["steps"] = learner.engine.global_steps
+    found["metrics"] = update(learner, 3)
+    found["resumed"] = weights(learner)
+    # One that has trained since, as when another role was lost.
+    learner.load(str(path), "convert")
+    found["weights, loaded again"] = weights(learner)
+    found["untouched"] = fingerprints(path) == before
+    found["left beside"] = [other.name for other in path.parent.glob(f".{path.name}*")]
+    if arguments.rank == 0:
+        found["consolidated"] = consolidated(path)
+    return found
+
+
+def fingerprints(folder: Path) -> dict[str, str]:
+    """A hash of each file."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def path_of(arguments: argparse.Namespace, case: Case, world: int) -> Path:
+    """The checkpoint of a case."""
+    return Path(arguments.out) / f"{case.name}-{world}" / case.role
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--world", type=int)
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--models")
+    parser.add_argument("--out")
+    parser.add_argument("--phase", choices=("save", "load"))
+    parser.add_argument("--full", action="store_true")
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {}
+    if arguments.phase == "save":
+        for case in cases(arguments.full)[arguments.world]:
+            found[case.name] = check_save(arguments, case)
+        found["writing"] = check_writing(arguments, CASES[arguments.world][0])
+    else:
+        for world, saved in cases(arguments.full).items():
+            for case in saved:
+                found[f"{case.name}-{world}"] = check_load(arguments, case, world)
+    torch.save(found, Path(arguments.out) / f"{arguments.phase}-{arguments.world}-{arguments.rank}.pt")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    main()
