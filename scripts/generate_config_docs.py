@@ -66,6 +66,7 @@ FILE_RULES = (
     "that the policy sampled.",
     "Attention heads and KV heads of the policy can be split over `rollout.tensor_parallel` devices.",
     "`data.max_prompt_tokens` + `rollout.max_new_tokens` is at most the context length of each model.",
+    "`checkpoint.resume`, where it is a path, and `checkpoint.init_from` are folders of checkpoints.",
     "Prompt files and files of reward functions, advantages and losses exist, and run folders can be made in "
     "`run.dir`, which does not lie in a working directory that was uploaded with a Ray job: Ray deletes that with the "
     "job.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from rlhf.config.schema import KLConfig
 
@@ -41,7 +42,7 @@ class KLController:
         """What has to be kept to continue a run."""
         return {"coefficient": self._coefficient}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Continue from `state`; a fixed controller keeps the coefficient of its configuration.
 
         Raises KeyError if the coefficient is missing, ValueError if it is negative or not finite.

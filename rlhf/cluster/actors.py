@@ -268,6 +268,11 @@ class ActorGroup:
         """Call all ranks alike; one `ref` a rank."""
         return [self.ref(rank, method, *args, num_returns=num_returns, **kwargs) for rank in range(len(self))]
 
+    async def call_beside(self, method: str, *args: Any, what: str, deadline_s: float) -> list[Any]:
+        """`call`, but of a method that may run while another one does: it waits for no work of the actor's."""
+        references = [_control(handle, method).remote(*args) for handle in self.handles]
+        return await self._all(references, what, deadline_s, 1)
+
     async def call(
         self, method: str, *args: Any, what: str, deadline_s: float, num_returns: int = 1, **kwargs: Any
     ) -> list[Any]:

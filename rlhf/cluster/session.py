@@ -70,6 +70,15 @@ class Session:
         """Take over the duty to end a group."""
         self._groups.append(group)
 
+    async def end_actors(self) -> None:
+        """End all actors and give back their places, so that the run can start its roles again."""
+        self.supervisor.stop()
+        for group in self._groups:
+            await group.close()
+        self._groups.clear()
+        self.placement.remove()
+        self.supervisor = Supervisor()
+
     def responsible_for(self, members: Iterable[Member]) -> None:
         """Have these actors' processes ended also if the driver is killed."""
         self._reaper.add([member.pid for member in members if member.node == self.agents.nodes()[0]])

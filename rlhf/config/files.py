@@ -17,6 +17,7 @@ from typing import Any
 from rlhf.config.catalogue import needs_critic
 from rlhf.config.checkpoints import CLASSIFIER, check_reward_checkpoint, compare_tokenizers
 from rlhf.config.problems import Problem
+from rlhf.config.rules_checkpoint import checkpoint_files, resolve_checkpoint_paths
 from rlhf.config.schema import Config, JsonlPrompts, PromptSource
 from rlhf.config.suggest import nearest
 
@@ -55,6 +56,7 @@ def resolve_paths(config: Config) -> Config:
     names = {"advantage": config.algorithm.advantage, "loss": config.algorithm.loss}
     resolved = {key: _resolve_function(name) for key, name in names.items()}
     update["algorithm"] = config.algorithm.model_copy(update=resolved)
+    update["checkpoint"] = resolve_checkpoint_paths(config.checkpoint)
     return config.model_copy(update=update)
 
 
@@ -68,6 +70,7 @@ def check_files(config: Config) -> list[Problem]:
         ("critic.model", _critic),
         ("data.prompts.path", _prompt_files),
         ("reward.functions", _function_files),
+        ("checkpoint", checkpoint_files),
     ):
         try:
             found += check(config)

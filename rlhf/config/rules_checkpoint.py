@@ -80,17 +80,15 @@ def must_resume_finds_the_run(config: Config) -> Iterator[Problem]:
         )
 
 
-def resume_is_a_word_or_a_path(config: Config) -> Iterator[Problem]:
-    """`checkpoint.resume` is `auto`, `must`, `never`, or a path that is written with a slash."""
+def resume_word_is_spelt_right(config: Config) -> Iterator[Problem]:
+    """`checkpoint.resume` is `auto`, `must`, `never` or a path, and what resembles one of the words is not a path."""
     resume = config.checkpoint.resume
-    if isinstance(resume, Path) and "/" not in str(resume):
+    if isinstance(resume, Path) and len(resume.parts) == 1:
         near = nearest(str(resume), _WORDS)
-        yield Problem(
-            "checkpoint.resume",
-            "must be auto, must, never, or the path of a checkpoint, with a slash in it",
-            str(resume),
-            f"Did you mean {near}?" if near else f"For a folder here, write ./{resume}",
-        )
+        if near is not None:
+            yield Problem(
+                "checkpoint.resume", "must be auto, must, never, or a path", str(resume), f"Did you mean {near}?"
+            )
 
 
 def a_run_has_one_beginning(config: Config) -> Iterator[Problem]:
@@ -116,7 +114,7 @@ def best_is_judged_by_a_metric(config: Config) -> Iterator[Problem]:
     judged.
     """
     best = config.checkpoint.keep_best
-    if best is None:
+    if best is None or config.checkpoint.every == 0:
         return
     key = "checkpoint.keep_best.metric"
     if not any(_matches(judge, best.metric) for judge in JUDGES):
@@ -126,7 +124,9 @@ def best_is_judged_by_a_metric(config: Config) -> Iterator[Problem]:
     elif best.metric.startswith("eval/"):
         evaluation, every = config.evaluation, config.checkpoint.every
         if evaluation is None:
-            yield problem(config, key, "there is no evaluation in this run", "Set evaluation.prompts, or use reward/mean")
+            yield problem(
+                config, key, "there is no evaluation in this run", "Set evaluation.prompts, or use reward/mean"
+            )
         elif evaluation.every == 0 or every % evaluation.every:
             yield problem(
                 config,
@@ -175,7 +175,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
     checkpoint_settings_have_checkpoints,
     resuming_has_checkpoints,
     must_resume_finds_the_run,
-    resume_is_a_word_or_a_path,
+    resume_word_is_spelt_right,
     a_run_has_one_beginning,
     best_is_judged_by_a_metric,
 )

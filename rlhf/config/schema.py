@@ -520,9 +520,9 @@ class CheckpointConfig(Section):
     )
     resume: Literal["auto", "must", "never"] | Path = Field(
         default="auto",
-        description="Where the run begins. auto: after the newest checkpoint of its folder that can be loaded, at step "
-        "1 where there is none. must: refuse where there is none. never: at step 1. A path: after that checkpoint; once "
-        "the run has some of its own and is resumed, those go on, unless the path is one of them.",
+        description="Where the run begins. auto: after the newest checkpoint in its folder that can be loaded, and at "
+        "step 1 where there is none. must: refuse where there is none. never: at step 1. A path: after that "
+        "checkpoint; a run that is resumed and has some of its own goes on from those, unless the path is one of them.",
     )
     init_from: Path | None = Field(
         default=None,

@@ -22,10 +22,6 @@ from rlhf.config.suggest import nearest, nearest_key
 KeyPath = tuple[str | int, ...]
 Located = tuple[KeyPath, Problem]
 
-_EXPLAINED = {
-    ("run.if_exists", "resume"): "To resume, a run needs checkpoints, which this version does not write: use "
-    "`replace` to start over in the same folder, or `refuse` and another run.name",
-}
 # Stand-ins for required parts that are missing or invalid, so that the rest can be looked at.
 _PROMPTS = {"source": "reasoning_gym", "task": "chain_sum"}
 _FUNCTIONS = [{"name": "reasoning_gym"}]
@@ -126,7 +122,7 @@ def _outside(path: KeyPath, value: Any) -> Problem:
     number = " or a number" if field is not None and keys.allows_number(field.annotation) else ""
     allowed = _allowed(path)
     near = nearest(value, allowed) if isinstance(value, str) else None
-    hint = _EXPLAINED.get((dotted(path), str(value)), f"Did you mean {near}?" if near else "")
+    hint = f"Did you mean {near}?" if near else ""
     return Problem(
         dotted(path), f"must be {'one of: ' if len(allowed) > 1 else ''}{', '.join(allowed)}{number}", value, hint
     )

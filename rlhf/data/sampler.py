@@ -34,6 +34,13 @@ class PromptSampler:
         """The next `count` prompts of the stream; `draw_index` counts all draws of the run from 0."""
         return [self._draw_one() for _ in range(count)]
 
+    def at(self, draw_index: int) -> PromptDraw:
+        """The draw of that index, without moving the stream."""
+        epoch, place = divmod(draw_index, len(self._prompts))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._order_of(epoch)
+        return PromptDraw(self._prompts[self._order[place]], draw_index, epoch)
+
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, and what it is a stream of."""
         return {"next": self._next, **self._identity()}
@@ -54,10 +61,7 @@ class PromptSampler:
         return {"seed": self._seed, "shuffle": self._shuffle, "prompts": len(self._prompts), "prompt_ids": ids}
 
     def _draw_one(self) -> PromptDraw:
-        epoch, place = divmod(self._next, len(self._prompts))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._order_of(epoch)
-        draw = PromptDraw(self._prompts[self._order[place]], self._next, epoch)
+        draw = self.at(self._next)
         self._next += 1
         return draw
 

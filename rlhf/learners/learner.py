@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rlhf.algorithms.catalogue import needs_critic
@@ -15,7 +16,9 @@ from rlhf.tracking.spans import Span, recorder, span
 if TYPE_CHECKING:
     from torch import nn
 
+    from rlhf.learners.checkpoint import LearnerCheckpoint, LoadReport, OnWorldSizeChange, SaveReport
     from rlhf.learners.ranks import Ranks
+    from rlhf.learners.snapshot import WriteReport
     from rlhf.learners.update import UpdateLoop
     from rlhf.learners.zero import ZeroEngine
 
@@ -53,6 +56,8 @@ class Learner(ABC):
         self._ranks: Ranks
         self._zero: ZeroEngine
         self._update: UpdateLoop
+        self._checkpoint: LearnerCheckpoint
+        self._version = 0
 
     @property
     @abstractmethod
@@ -85,9 +90,22 @@ class Learner(ABC):
             join_process_group(self._rank, self._world_size, master, self._device, self.settings.deadline_s)
             device = torch.device(self._device)
             self._ranks = Ranks(self._rank, self._world_size, device)
-            self._zero = ZeroEngine(self.settings, self._config.model.dtype, self._world_size, device, self.build)
+            self._zero = ZeroEngine(self.settings, self._config.model.dtype, self._world_size, device, self._load)
+        # Not before DeepSpeed has been told its device.
+        from rlhf.learners.checkpoint import LearnerCheckpoint
+
+        self._checkpoint = LearnerCheckpoint(self.role, self._config.model.dtype, self._zero, self._ranks)
         self._update = self.make_update()
         return self._zero.arrangement.reason
+
+    def _load(self) -> nn.Module:
+        """The model as the run begins with it."""
+        module, start = self.build(), self._config.checkpoint.init_from
+        if start is not None:
+            from rlhf.learners.initial import load_initial_weights
+
+            load_initial_weights(module, start / self.role, self.settings.zero_stage)
+        return module
 
     def dry_run(self) -> None:
         """Run the largest micro-batch with the longest sequences forward and backward, and discard the gradients.
@@ -116,6 +134,7 @@ class Learner(ABC):
         """
         with span(f"{self.role}/update", step):
             metrics = self._update.run(step, samples)
+        self._version = step
         return UpdateResult(metrics, recorder.drain())
 
     def score(self, samples: Sequence[LearnerSample]) -> tuple[tuple[list[Span], list[str]], ScoredColumns]:
@@ -127,6 +146,40 @@ class Learner(ABC):
         with span(f"{self.role}/score"):
             scored = self._update.score(samples)
         return (recorder.drain(), list(scored)), scored
+
+    def save(self, path: str) -> SaveReport:
+        """Copy this rank's state and begin to write it into the folder `path`; `finish_save` waits for that.
+
+        Training may go on at once. A second save waits for the first, and raises `LearnerError` when that failed.
+        """
+        with span(f"{self.role}/save"):
+            return self._checkpoint.save(Path(path), self.state_dict())
+
+    def finish_save(self) -> WriteReport:
+        """Wait until this rank's part of the last save is on the disk, while its other methods compute.
+
+        Not collective: call it on every rank, beside their work. Raises what writing raised; training can go on.
+        """
+        return self._checkpoint.finish()
+
+    def load(self, path: str, on_world_size_change: OnWorldSizeChange = "error") -> LoadReport:
+        """Go on from what `save` wrote to the folder `path`, whose manifest has to be verified before.
+
+        (DeepSpeed unpickles its shards, which can run any code.) A checkpoint of another number of ranks is converted
+        or refused. Raises `LearnerError` when it doesn't fit this learner.
+        """
+        with span(f"{self.role}/load"):
+            report, state = self._checkpoint.load(Path(path), on_world_size_change)
+            self.load_state_dict(state)
+        return report
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this learner knows besides its engine's state, JSON values: `version`, the step of its last update."""
+        return {"version": self._version}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self._version = state["version"]
 
     @property
     def engine(self) -> Any:

@@ -51,6 +51,14 @@ class PolicyLearner(WeightSyncMixin, Learner):
             self._update.kl_coefficient = kl_coefficient
         return super().update(step, samples)
 
+    def state_dict(self) -> dict[str, Any]:
+        """`Learner.state_dict` with the KL coefficient of the last update."""
+        return {**super().state_dict(), "kl_coefficient": self._update.kl_coefficient}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._update.kl_coefficient = state["kl_coefficient"]
+
     def estimate(self, rewarded: Sequence[RewardedSample], kl_coefficient: float) -> tuple[Any, ...]:
         """Advantages of a step's samples; asked of one rank, not collective.
 

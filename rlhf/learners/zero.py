@@ -61,6 +61,7 @@ class ZeroEngine:
         """`build` loads the model; at stage 3 its `from_pretrained` loads straight into shards."""
         import deepspeed
 
+        self._settings = learner
         self._world_size = world_size
         self.stage = learner.zero_stage
         self.device = device
@@ -113,6 +114,20 @@ class ZeroEngine:
             for table in ("averaged_gradients", "all_grad_tensors"):
                 held = getattr(optimizer, table, {})
                 held.update(dict.fromkeys(held))
+
+    def apply_settings(self) -> None:
+        """Set what a loaded checkpoint has brought its own values of back to the configuration's."""
+        self.deepspeed.optimizer.clip_grad = self._settings.max_grad_norm
+        for group in self._optimizer.param_groups:
+            group["weight_decay"] = self._settings.weight_decay
+
+    def own_step_counts(self) -> None:
+        """Give each optimizer state its own step count, beside its parameter, as a fused optimizer needs it.
+
+        DeepSpeed's conversion leaves them on the CPU, and several states with one tensor, which each would advance.
+        """
+        for parameter, state in self._optimizer.state.items():
+            state["step"] = state["step"].clone().to(parameter.device)
 
     def gather(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
         """Within the block the parameters are whole on every rank: a collective at stage 3, nothing elsewhere."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhf.cluster.wait import wait
@@ -258,6 +258,14 @@ class Fleet:
         ]
         drained = await asyncio.gather(*calls, return_exceptions=True)
         return [span for spans in drained if not isinstance(spans, BaseException) for span in spans]
+
+    def state_dict(self) -> dict[str, int]:
+        """The totals of the run so far; engines themselves have no state that outlives them."""
+        return {"lost": self._lost, "retries": self._pool.retries}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from there."""
+        self._lost, self._pool.retries = int(state["lost"]), int(state["retries"])
 
     def metrics(self) -> dict[str, float]:
         """`fleet/...`: engines that serve now, and engines lost and requests sent again over the run so far."""

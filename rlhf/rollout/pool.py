@@ -67,7 +67,7 @@ class RolloutPool:
         self._slots = slots
         self._on_error = on_error
         self._router = Router(slots=slots, attempts=attempts, deadline_s=deadline_s, clock=now)
-        self._lengths = LengthModel(enabled=learn_lengths)
+        self.lengths = LengthModel(enabled=learn_lengths)
         self._handles: dict[int, Any] = {}
         self._jobs: dict[str, _Job] = {}
         self._hopeless: BaseException | None = None
@@ -128,7 +128,7 @@ class RolloutPool:
             request_id,
             group=request_id if group is None else group,
             prompt_tokens=len(request.prompt_ids),
-            expected_tokens=self._lengths.expect(prompt_id, request.sampling.max_new_tokens),
+            expected_tokens=self.lengths.expect(prompt_id, request.sampling.max_new_tokens),
         )
         self._jobs[request_id] = job
         patience = self._patience()
@@ -181,7 +181,7 @@ class RolloutPool:
         else:
             job.task = None
             self._router.finish(request_id)
-            self._lengths.observe(job.prompt_id, completion.response_tokens)
+            self.lengths.observe(job.prompt_id, completion.response_tokens)
             self.on_outcome(engine, None)
             job.answer.set_result((completion, columns))
             self._pump_soon()

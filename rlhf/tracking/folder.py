@@ -3,7 +3,7 @@
 Invariants
 - A folder is claimed by one process at a time: it holds an exclusive lock on the folder's marker file until it ends,
   however it ends. Of two processes that race for a name one wins and the other is told.
-- Nothing is deleted unless `run.if_exists=replace` and the folder is empty or a run's own.
+- Nothing is deleted unless `run.if_exists=replace` and the folder is empty or a run's own; `resume` claims it as it is.
 - The path is absolute from the start, so that it means the same to every process.
 """
 
@@ -58,18 +58,24 @@ class RunFolder:
     _lock: BinaryIO | None = field(default=None, repr=False, compare=False)
 
     @staticmethod
+    def place(run: RunConfig) -> RunFolder:
+        """The folder of this run, unclaimed: to look at, whether it is there or not."""
+        return RunFolder(run.dir.expanduser().resolve() / run.name)
+
+    @staticmethod
     def check(run: RunConfig) -> None:
         """Raise what `open` would raise because of a folder that exists; changes nothing."""
         path = run.dir.expanduser().resolve() / run.name
         if path.exists():
-            _check_replaceable(path, run)
+            _check_usable(path, run)
 
     @staticmethod
     def open(run: RunConfig) -> RunFolder:
         """Make and claim the folder of this run; a relative `run.dir` is relative to the current folder.
 
-        Raises `RunExists` when the name is taken (also by a process that runs now), `RunFolderError` when the folder
-        can't be made, or is to be replaced and isn't a run's.
+        With `run.if_exists=resume` an existing folder stays as it is. Raises `RunExists` when the name is taken (also
+        by a process that runs now), `RunFolderError` when the folder can't be made, or is to be resumed or replaced
+        and isn't a run's.
         """
         path = run.dir.expanduser().resolve() / run.name
         with explain_write(path):
@@ -77,11 +83,12 @@ class RunFolder:
             try:
                 path.mkdir()
             except FileExistsError:
-                _check_replaceable(path, run)
+                _check_usable(path, run)
             folder = RunFolder(path, _claim(path))
-            _empty(path)
-            folder.logs.mkdir()
-            folder.trajectories.mkdir()
+            if run.if_exists != "resume":
+                _empty(path)
+            folder.logs.mkdir(exist_ok=True)
+            folder.trajectories.mkdir(exist_ok=True)
         return folder
 
     def close(self) -> None:
@@ -115,6 +122,11 @@ class RunFolder:
         return self.path / "trajectories"
 
     @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints; whoever writes the first makes it."""
+        return self.path / "checkpoints"
+
+    @property
     def export(self) -> Path:
         """Folder of the trained model; whoever exports makes it."""
         return self.path / "export"
@@ -130,16 +142,18 @@ class RunFolder:
         return self.path / "tensorboard"
 
 
-def _check_replaceable(path: Path, run: RunConfig) -> None:
-    """Raise unless the existing `path` may be emptied for this run."""
-    if run.if_exists != "replace":
+def _check_usable(path: Path, run: RunConfig) -> None:
+    """Raise unless this run may go on in the existing `path`, or empty it."""
+    if run.if_exists == "refuse":
         raise RunExists(
-            f"run.name {run.name!r}: {path} exists; choose another run.name, or set run.if_exists=replace to delete it"
+            f"run.name {run.name!r}: {path} exists; choose another run.name, or set run.if_exists=resume to go on from "
+            "its checkpoints, or run.if_exists=replace to delete it"
         )
     if not _is_run_folder(path):
+        remedy = ", or remove it yourself" if run.if_exists == "replace" else ""
         raise RunFolderError(
-            f"run.if_exists=replace: {path} is not the folder of a run, so nothing was deleted; "
-            "choose another run.name or run.dir, or remove it yourself"
+            f"run.if_exists={run.if_exists}: {path} is not the folder of a run, so nothing was deleted or changed; "
+            f"choose another run.name or run.dir{remedy}"
         )
 
 

@@ -1,6 +1,7 @@
 """Append-only JSON Lines files: `metrics.jsonl`, `spans.jsonl`, `evaluations.jsonl`.
 
-A line is in the file when `append` returns, so a run that is killed leaves every line it reported. What is written is
+A line is in the file when `append` returns, so a run that is killed leaves every line it reported; it survives the end
+of the machine when `sync` has returned, which comes before a checkpoint that counts on it. What is written is
 strict JSON: NaN and the infinities, which JSON has no word for, become `null`, and a warning names the key once.
 (Absent would say that the metric doesn't apply; it does, and its value is not a number.)
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,11 @@ class JsonLinesLog:
         with explain_write(self.path):
             while rest:
                 rest = rest[self._file.write(rest) :]
+
+    def sync(self) -> None:
+        """Bring all lines to the disk. Raises `RunFolderError`."""
+        with explain_write(self.path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""

@@ -219,10 +219,13 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("weights/bytes", "bytes", "Weights sent in the step's sync.", "sum over tensors, each counted once"),
     Metric("weights/seconds", "s", "Duration of the step's sync, from begin to the last commit.", "none"),
     Metric(
-        "weights/paused_s", "s", "Time of the sync in which no engine generates: what it costs the engines.", "none"
+        "weights/paused_seconds",
+        "s",
+        "Time of the sync in which no engine generates: what it costs the engines.",
+        "none",
     ),
     Metric(
-        "weights/<part>_s",
+        "weights/<part>_seconds",
         "s",
         "A part of the sync: `begin`, then on the policy gather, cast, checksum, wire, load, and the slowest engine's "
         "parts as `engine_<part>`. Parts overlap.",
@@ -257,9 +260,18 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         "ledger/<term>",
         "samples",
-        "`drawn` = `trained` + `filtered` + `failed` + `stale` + `discarded` + `buffered` + `in_flight`.",
+        "`drawn` = `trained` + `filtered` + `failed` + `stale` + `discarded` + `buffered` + `in_flight`. Beside that, "
+        "`redone` counts samples of finished steps that were lost with a killed process and done again.",
         "totals of the run so far; `buffered` and `in_flight` are stocks",
     ),
+    Metric(
+        "checkpoint/wait_seconds",
+        "s",
+        "How long the step waited for its checkpoint: for the save before it, and for the snapshot. Absent in steps "
+        "without one.",
+        "none",
+    ),
+    Metric("checkpoint/bytes", "bytes", "Size of the learners' snapshot.", "sum over all ranks"),
 )
 
 

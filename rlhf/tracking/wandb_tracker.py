@@ -8,6 +8,7 @@ folder unless told otherwise at start. The API key is in wandb's memory and the 
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ from rlhf.tracking.trackers import RunStatus
 # wandb's own defaults are 90 s for the start and no limit for the end, which would hold back an exit for ever.
 INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 60.0
+# In the run folder; `replace` removes it with everything else.
+RUN_ID = "wandb-run-id"
 
 
 class WandbTracker:
@@ -85,7 +88,17 @@ def _init(mode: Literal["online", "offline"], config: Config, folder: RunFolder)
         config=yaml.safe_load(dump_config(config)),
         reinit="create_new",
         settings=settings,
+        id=_run_id(folder),
+        resume="allow",
     )
+
+
+def _run_id(folder: RunFolder) -> str:
+    """The id of the wandb run of this folder: a run that is resumed goes on in the same curves."""
+    file = folder.path / RUN_ID
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex, encoding="utf-8")
+    return file.read_text(encoding="utf-8").strip()
 
 
 @contextmanager

@@ -118,6 +118,14 @@ class Collector:
             await asyncio.gather(stream.close(), greedy.close())
         return Collected(scored, baselines, seconds, {**activity, **work.figures()})
 
+    def state_dict(self) -> dict[str, Any]:
+        """The draws that are carried over; what was generated of them is not kept, so indices are all."""
+        return {"carried": [draw.draw_index for draw in self._carried]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Carry over what `state` says."""
+        self._carried = deque(self._prompts.at(int(index)) for index in state["carried"])
+
     def finish(self) -> None:
         """The run ends: what is carried over will not be generated any more."""
         self._ledger.settle("discarded", len(self._carried) * self._samples, source="in_flight")

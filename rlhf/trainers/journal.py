@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -11,6 +13,7 @@ from rlhf.config import dump_config
 from rlhf.config.schema import Config
 from rlhf.tracking.folder import RunFolder, explain_write
 from rlhf.tracking.jsonlines import JsonLinesLog, MetricsLog, SpansLog
+from rlhf.tracking.rewind import rewind
 from rlhf.tracking.spans import Span, recorder
 from rlhf.tracking.summary import summarise
 from rlhf.tracking.trackers import RunStatus, Trackers, make_trackers
@@ -23,9 +26,7 @@ class Journal:
         self.folder = folder
         self._trackers = trackers
         self._ranks = ranks
-        self._metrics = MetricsLog(folder.metrics_jsonl)
-        self._spans = SpansLog(folder.spans_jsonl)
-        self._evaluations = JsonLinesLog(folder.evaluations_jsonl)
+        self._open_logs()
 
     @staticmethod
     def open(config: Config) -> Journal:
@@ -43,6 +44,31 @@ class Journal:
         trackers = make_trackers(config)
         trackers.start(config, folder)
         return Journal(folder, trackers, ranks)
+
+    def rewind(self, step: int | None) -> Mapping[str, float]:
+        """Take the run's files back to the end of `step`, None for its very beginning; each step is in them once.
+
+        Returns the metrics of the last step that was written down before, cut off or not; empty when there was none.
+        """
+        self._close_logs()
+        last = _last_line(self.folder.metrics_jsonl)
+        rewind(self.folder, step)
+        self._open_logs()
+        return last
+
+    def sync(self) -> None:
+        """Bring what was written to the disk: a checkpoint counts on it."""
+        for log in (self._metrics, self._spans, self._evaluations):
+            log.sync()
+
+    def _open_logs(self) -> None:
+        self._metrics = MetricsLog(self.folder.metrics_jsonl)
+        self._spans = SpansLog(self.folder.spans_jsonl)
+        self._evaluations = JsonLinesLog(self.folder.evaluations_jsonl)
+
+    def _close_logs(self) -> None:
+        for log in (self._metrics, self._spans, self._evaluations):
+            log.close()
 
     def note(self, message: str) -> None:
         """Show a line to the person who watches."""
@@ -77,9 +103,19 @@ class Journal:
         self._trackers.finish(_status(kind))
         # The spans of a step that failed say what it was doing.
         self._spans.write(recorder.drain())
-        for log in (self._metrics, self._spans, self._evaluations):
-            log.close()
+        self._close_logs()
         self.folder.close()
+
+
+def _last_line(path: Path) -> Mapping[str, float]:
+    """The last whole line of a JSON Lines file; the very last may be torn by a kill."""
+    last: Mapping[str, float] = {}
+    for line in path.read_bytes().splitlines():
+        try:
+            last = json.loads(line)
+        except ValueError:
+            continue
+    return last
 
 
 def _status(kind: type[BaseException] | None) -> RunStatus:

@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.algorithms.controller import KLController
+from rlhf.checkpoint import Checkpoint
 from rlhf.cluster.model_shape import ModelShapes
 from rlhf.cluster.session import open_session
 from rlhf.cluster.wait import first_failure
 from rlhf.config.schema import Config
 from rlhf.rollout.types import Sampling
+from rlhf.tracking.folder import RunFolder
 from rlhf.tracking.metrics import reward_metrics, rollout_metrics
 from rlhf.tracking.spans import recorder, span
 from rlhf.trainers.batch import TrainingBatch, assemble
+from rlhf.trainers.checkpointing import (
+    Checkpointer,
+    check_initial_weights,
+    choose_checkpoint,
+    is_finished,
+    open_store,
+)
 from rlhf.trainers.checks import (
     check_algorithms,
     check_configuration,
@@ -35,12 +45,15 @@ from rlhf.trainers.evaluation import Evaluator
 from rlhf.trainers.journal import Journal
 from rlhf.trainers.parity import Parity, compare_logprobs
 from rlhf.trainers.prompts import RunPrompts
+from rlhf.trainers.recovery import Progress, Recovery
 from rlhf.trainers.roles import Roles, start_roles
 from rlhf.trainers.versions import check_versions
 from rlhf.trajectories import Ledger
 
 if TYPE_CHECKING:
     from rlhf.rewards.types import RewardFunction
+
+log = logging.getLogger(__name__)
 
 _PROBE_PROMPTS = 4
 _PROBE_TOKENS = 16
@@ -86,20 +99,36 @@ class PPOTrainer:
         prompts = RunPrompts.load(config)
         extra = check_rewards(config, self._reward_functions)
         notes: list[str] = []
+        store = open_store(config)
+        check_initial_weights(config)
+        checkpoint = choose_checkpoint(config, store, notes.append)
+        export = RunFolder.place(config.run).export
+        if is_finished(config, checkpoint, export):
+            log.warning("the run is finished already: its last step is saved, and its model is in %s", export)
+            return RunSummary(export.parent, config.run.steps, {})
         async with open_session(config, ModelShapes.of(config), say=notes.append) as session:
             check_device(config, session.needs.device)
             # The session closes inside the journal too: trackers may take their time once no process is left.
             with open_journal(config) as journal, contextlib.closing(session):
+                store.clean()
                 for note in [*notes, *prompts.notes()]:
                     journal.note(note)
-                async with start_roles(config, session, journal.folder, extra, own, journal.note) as roles:
-                    return await roles.guard(_Run(config, prompts, journal, roles).train())
+                recovery = Recovery(config, prompts.train, store, journal.note)
+
+                async def attempt(begin: Checkpoint | None) -> RunSummary:
+                    async with start_roles(config, session, journal.folder, extra, own, journal.note) as roles:
+                        checkpoints = Checkpointer(config, store, roles, journal.note)
+                        return await roles.guard(_Run(config, prompts, journal, roles, checkpoints).train(begin))
+
+                return await recovery.run(attempt, session.end_actors, checkpoint)
 
 
 class _Run:
     """The state of one run, and its loop."""
 
-    def __init__(self, config: Config, prompts: RunPrompts, journal: Journal, roles: Roles) -> None:
+    def __init__(
+        self, config: Config, prompts: RunPrompts, journal: Journal, roles: Roles, checkpoints: Checkpointer
+    ) -> None:
         self._config = config
         self._prompts = prompts
         self._journal = journal
@@ -109,33 +138,65 @@ class _Run:
         self._collector = Collector(config, roles, prompts.train, self._ledger)
         self._evaluator = Evaluator(config, prompts, roles)
         self._kl = KLController(config.algorithm.kl)
+        self._progress = Progress()
+        self._checkpoints = checkpoints
+        for name, stateful in (
+            ("prompts", prompts.train),
+            ("collector", self._collector),
+            ("ledger", self._ledger),
+            ("kl", self._kl),
+            ("lengths", roles.pool.lengths),
+            ("fleet", roles.fleet),
+            ("progress", self._progress),
+        ):
+            checkpoints.registry.register(name, stateful)
 
-    async def train(self) -> RunSummary:
-        """Sync and probe, give the critic its head start, train all steps, export."""
-        await self._roles.sync(version=0)
-        parity = await self._probe()
-        self._journal.note(f"parity probe: {parity.max_abs:.2g} nats at most over {parity.tokens} tokens")
-        await self._evaluate(step=0)
-        for number in range(1, self._config.critic.warmup_batches + 1):
-            await self._warm_up_critic(number)
-        await self._write_spans()
+    async def train(self, begin: Checkpoint | None) -> RunSummary:
+        """Restore or start afresh, sync and probe, train all steps, export."""
+        done = await self._begin(begin)
         metrics: dict[str, float] = {}
-        moved = 0
-        for step in range(1, self._config.run.steps + 1):
+        for step in range(done + 1, self._config.run.steps + 1):
             with span("step", step):
                 metrics = await self._step(step)
-            moved += metrics["policy/grad_norm"] > 0
-            self._journal.step(step, metrics, recorder.drain())
-            await self._evaluate(step)
+            spans = recorder.drain()
+            self._progress.moved += metrics["policy/grad_norm"] > 0
+            evaluated = await self._evaluate(step)
+            saved = await self._checkpoints.snapshot(step, {**metrics, **evaluated})
+            self._journal.step(step, {**metrics, **saved}, spans)
             await self._write_spans()
+            self._journal.sync()
+            self._checkpoints.write_behind()
+        await self._checkpoints.finish()
         self._collector.finish()
         self._ledger.check()
-        if moved == 0:
+        if self._progress.moved == 0:
             self._journal.note(
                 "warning: no step changed the model, the export equals what the run started from: every advantage was 0"
             )
         await self._roles.export(self._journal.folder.export)
         return RunSummary(self._journal.folder.path, self._config.run.steps, metrics)
+
+    async def _begin(self, begin: Checkpoint | None) -> int:
+        """Bring everything to where the run goes on, and the weights to the engines; returns the step that is done.
+
+        A run from its start is evaluated before its first step, and its critic is given a head start.
+        """
+        last = self._journal.rewind(None if begin is None else begin.step)
+        self._checkpoints.rewind(begin)
+        if begin is not None:
+            await self._checkpoints.restore(begin)
+            self._journal.note(f"goes on after step {begin.step}, from {begin.path}")
+        self._ledger.rewound(last)
+        step = 0 if begin is None else begin.step
+        await self._roles.sync(version=step)
+        parity = await self._probe()
+        self._journal.note(f"parity probe: {parity.max_abs:.2g} nats at most over {parity.tokens} tokens")
+        if begin is None:
+            await self._evaluate(step)
+            for number in range(1, self._config.critic.warmup_batches + 1):
+                await self._warm_up_critic(number)
+        await self._write_spans()
+        return step
 
     async def _step(self, step: int) -> dict[str, float]:
         batch = await self._experience(step)
@@ -209,9 +270,11 @@ class _Run:
         recorder.absorb(await self._roles.drain_spans())
         self._journal.spans(recorder.drain())
 
-    async def _evaluate(self, step: int) -> None:
-        """Evaluate the weights of `step` on the held-out problems, when it is due."""
-        if self._evaluator.due(step):
-            with span("evaluate", step):
-                metrics = await self._evaluator.evaluate(step)
-            self._journal.evaluation(step, metrics)
+    async def _evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate the weights of `step` on the held-out problems, when it is due; returns what it measured."""
+        if not self._evaluator.due(step):
+            return {}
+        with span("evaluate", step):
+            metrics = await self._evaluator.evaluate(step)
+        self._journal.evaluation(step, metrics)
+        return metrics

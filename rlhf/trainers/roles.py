@@ -111,8 +111,7 @@ class Roles:
 
         Returns what a person should know: which models have to be given padded rows, and why.
         """
-        learners = [(self._policy, self._config.policy), (self._critic, self._config.critic)]
-        started = [(group, settings.deadline_s) for group, settings in learners if group is not None]
+        started = self._learners()
         scorers = [pool for pool in (self._reference, self._reward_model) if pool is not None]
         learned, _, scored = await asyncio.gather(
             asyncio.gather(*(_load(group, deadline_s) for group, deadline_s in started)),
@@ -266,6 +265,45 @@ class Roles:
     async def drain_spans(self) -> list[Span]:
         """The engines' spans since the last call; the other roles hand theirs over with their results."""
         return await self.fleet.drain_spans()
+
+    async def save(self, folder: Path) -> list[Any]:
+        """Snapshot of policy ‖ critic for a checkpoint in `folder`; their files are written behind it."""
+        learners = self._learners()
+        for group, _ in learners:
+            (folder / group.role).mkdir()
+        saves = [
+            group.call("save", str(folder / group.role), what=f"snapshot of the {group.role}", deadline_s=deadline_s)
+            for group, deadline_s in learners
+        ]
+        return [report for reports in await asyncio.gather(*saves) for report in reports]
+
+    async def finish_save(self, deadline_s: float) -> list[Any]:
+        """Wait until what `save` began is written, while the learners go on with their work."""
+        writes = [
+            group.call_beside("finish_save", what=f"writing of the {group.role}'s checkpoint", deadline_s=deadline_s)
+            for group, _ in self._learners()
+        ]
+        return [report for reports in await asyncio.gather(*writes) for report in reports]
+
+    async def load(self, folder: Path, on_world_size_change: str) -> list[Any]:
+        """Give policy ‖ critic the state of the verified checkpoint in `folder`."""
+        deadline_s = self._config.checkpoint.deadline_s
+        loads = [
+            group.call(
+                "load",
+                str(folder / group.role),
+                on_world_size_change,
+                what=f"loading of the {group.role}",
+                deadline_s=max(deadline_s, own_s),
+            )
+            for group, own_s in self._learners()
+        ]
+        return [report for reports in await asyncio.gather(*loads) for report in reports]
+
+    def _learners(self) -> list[tuple[ActorGroup, float]]:
+        """The groups that train, each with the deadline of its calls."""
+        both = [(self._policy, self._config.policy), (self._critic, self._config.critic)]
+        return [(group, settings.deadline_s) for group, settings in both if group is not None]
 
     async def export(self, path: Path) -> None:
         """Write the trained policy as a checkpoint for transformers and vLLM."""

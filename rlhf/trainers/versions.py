@@ -42,6 +42,17 @@ def check_versions(version_of: Callable[[str], str] = importlib.metadata.version
         )
 
 
+def installed_versions() -> dict[str, str]:
+    """Of each package that the code relies on, and of torch, what is installed: for the record."""
+    wanted = {**{name: distributions for name, (distributions, _) in TESTED.items()}, "torch": ("torch",)}
+    found = {name: next(filter(None, map(_installed, names)), None) for name, names in wanted.items()}
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def _installed(distribution: str) -> str | None:
+    return _version(distribution, importlib.metadata.version)
+
+
 def _version(distribution: str, version_of: Callable[[str], str]) -> str | None:
     try:
         return version_of(distribution)

@@ -2,13 +2,15 @@
 
 Invariant 2: `drawn = trained + filtered + failed + stale + discarded + buffered + in_flight`. Each term is counted at
 its own event and none by subtraction, so a lost or doubled sample shows as an imbalance. `buffered` and `in_flight`
-are stocks: their events move samples in and out.
+are stocks: their events move samples in and out. `redone` stands beside the balance: samples of steps that were lost
+with whoever was killed, and were done again from a checkpoint.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 Outcome = Literal["trained", "filtered", "failed", "stale", "discarded"]
 
@@ -29,6 +31,7 @@ class Ledger:
     discarded: int = 0
     buffered: int = 0
     in_flight: int = 0
+    redone: int = 0
 
     def draw(self, samples: int) -> None:
         """Samples were requested: they are in flight from now on."""
@@ -52,7 +55,7 @@ class Ledger:
 
     def check(self) -> None:
         """Raise `LedgerError` with all terms unless they balance and none is negative."""
-        terms = {f.name: int(getattr(self, f.name)) for f in fields(self)}
+        terms = {name: count for name, count in asdict(self).items() if name != "redone"}
         accounted = sum(terms.values()) - terms["drawn"]
         if accounted != terms["drawn"] or min(terms.values()) < 0:
             listed = ", ".join(f"{name} {count}" for name, count in terms.items())
@@ -62,4 +65,21 @@ class Ledger:
 
     def metrics(self) -> dict[str, float]:
         """`ledger/<term>`: totals so far."""
-        return {f"ledger/{f.name}": float(getattr(self, f.name)) for f in fields(self)}
+        return {f"ledger/{name}": float(count) for name, count in asdict(self).items()}
+
+    def rewound(self, last: Mapping[str, float]) -> None:
+        """The run goes on from a checkpoint: what was drawn after it, by the last metrics that were written, is redone.
+
+        `last` is empty where nothing was written.
+        """
+        if last.get("ledger/drawn", 0) > self.drawn:
+            self.redone = int(last.get("ledger/redone", 0) + last["ledger/drawn"] - self.drawn)
+
+    def state_dict(self) -> dict[str, int]:
+        """All terms."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from terms that `state_dict` gave."""
+        for name in asdict(self):
+            setattr(self, name, int(state[name]))

@@ -172,7 +172,7 @@ reward:
     assert message.splitlines()[0] == "configuration refused, 12 errors:"
     for expected in (
         "ppo.yaml:1: run.name = 'a b': must be letters, digits",
-        "ppo.yaml:1: run.if_exists = 'resume': must be one of: refuse, replace. To resume, a run needs checkpoints",
+        "ppo.yaml:1: run.if_exists = 'resume': there is nothing to resume from while checkpoint.every is 0",
         "ppo.yaml:3: policy.epochs = 2.5: must be a valid integer",
         "ppo.yaml:4: policy.zero_stage = True: must be one of: 1, 2, 3",
         # Rules between keys are checked beside the errors of single keys.

@@ -58,6 +58,7 @@ def test_metrics_are_totals_of_every_term() -> None:
         "ledger/stale": 0.0,
         "ledger/discarded": 0.0,
         "ledger/buffered": 1.0,
+        "ledger/redone": 0.0,
         "ledger/in_flight": 1.0,
     }
 
@@ -78,3 +79,35 @@ def test_ledger_balances_after_any_sequence_of_legal_events(events: list[tuple[s
         else:
             ledger.settle(event, samples, source=source)  # type: ignore[arg-type]
         ledger.check()
+
+
+def test_samples_that_are_given_back_are_in_flight_again_and_the_balance_holds() -> None:
+    ledger = Ledger()
+    ledger.draw(4)
+    ledger.buffer(4)
+    ledger.give_back(3)
+    ledger.settle("trained", 1)
+    ledger.check()
+    assert (ledger.in_flight, ledger.buffered) == (3, 0)
+
+
+def test_a_rewind_counts_what_was_drawn_after_the_checkpoint_beside_the_balance() -> None:
+    # The checkpoint has 40 drawn; 64 were by the last line, and 8 had been redone once before it: 8 + 24.
+    ledger = Ledger(drawn=40, trained=40)
+    ledger.rewound({"ledger/drawn": 64.0, "ledger/redone": 8.0})
+    assert ledger.redone == 32
+    ledger.check()
+
+
+@pytest.mark.parametrize("last", [{}, {"ledger/drawn": 40.0}])
+def test_a_rewind_that_loses_nothing_redoes_nothing(last: dict[str, float]) -> None:
+    ledger = Ledger(drawn=40, trained=40)
+    ledger.rewound(last)
+    assert ledger.redone == 0
+
+
+def test_a_state_that_is_loaded_goes_on_where_it_was_taken() -> None:
+    ledger = Ledger(drawn=9, trained=5, failed=1, in_flight=3, redone=2)
+    copy = Ledger()
+    copy.load_state_dict(ledger.state_dict())
+    assert copy == ledger

@@ -40,7 +40,7 @@ def test_existing_folder_is_refused_with_the_remedies(tmp_path: Path) -> None:
     (tmp_path / "try").mkdir()
     with pytest.raises(RunExists) as refused:
         RunFolder.open(run(tmp_path))
-    for part in (str(tmp_path / "try"), "another run.name", "run.if_exists=replace"):
+    for part in (str(tmp_path / "try"), "another run.name", "run.if_exists=resume", "run.if_exists=replace"):
         assert part in str(refused.value)
 
 
@@ -83,6 +83,40 @@ def test_replace_deletes_nothing_in_a_folder_that_is_not_a_runs(tmp_path: Path, 
     assert {entry.name: entry.read_text() for entry in victim.iterdir()} == files
 
 
+def test_resume_claims_a_runs_folder_as_it_is(tmp_path: Path) -> None:
+    first = RunFolder.open(run(tmp_path))
+    first.metrics_jsonl.write_text('{"step": 1}\n')
+    (first.trajectories / "step-000001.parquet").write_text("samples")
+    (first.checkpoints / "step-000001").mkdir(parents=True)
+    before = sorted(first.path.rglob("*"))
+    first.close()
+    RunFolder.check(run(tmp_path, "resume"))
+    second = RunFolder.open(run(tmp_path, "resume"))
+    assert sorted(second.path.rglob("*")) == before
+    assert second.metrics_jsonl.read_text() == '{"step": 1}\n'
+    with pytest.raises(RunExists, match="in use by process"):
+        RunFolder.open(run(tmp_path, "resume"))
+
+
+def test_resume_makes_a_folder_that_does_not_exist_and_fills_in_what_an_early_death_left_out(tmp_path: Path) -> None:
+    RunFolder.check(run(tmp_path, "resume"))
+    assert RunFolder.open(run(tmp_path, "resume")).logs.is_dir()
+    (tmp_path / "early").mkdir()
+    (tmp_path / "early" / MARKER).write_text("")
+    folder = RunFolder.open(run(tmp_path, "resume", "early"))
+    assert folder.logs.is_dir() and folder.trajectories.is_dir()
+
+
+def test_resume_does_not_go_on_in_a_folder_that_is_not_a_runs(tmp_path: Path) -> None:
+    (tmp_path / "try").mkdir()
+    (tmp_path / "try" / "thesis.tex").write_text("years of work")
+    with pytest.raises(RunFolderError, match=r"run\.if_exists=resume: .*try is not the folder of a run"):
+        RunFolder.check(run(tmp_path, "resume"))
+    with pytest.raises(RunFolderError, match=r"nothing was deleted or changed; choose another run\.name or run\.dir$"):
+        RunFolder.open(run(tmp_path, "resume"))
+    assert [entry.name for entry in (tmp_path / "try").iterdir()] == ["thesis.tex"]
+
+
 def test_replace_does_not_follow_a_link_out_of_the_runs(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     RunFolder.open(run(tmp_path, name="elsewhere")).close()
@@ -109,7 +143,7 @@ def test_one_of_many_that_race_for_a_name_wins(tmp_path: Path) -> None:
         except RunExists as error:
             outcomes.append(error)
 
-    threads = [threading.Thread(target=race, args=(mode,)) for mode in ("refuse", "replace") * 4]
+    threads = [threading.Thread(target=race, args=(mode,)) for mode in ("refuse", "replace", "resume", "resume") * 2]
     for thread in threads:
         thread.start()
     for thread in threads:
