@@ -41,8 +41,8 @@ class NodeAgent:
 
     def end(self, grace_s: float) -> list[int]:
         """End what was marked and still lives; returns the pids that didn't go by themselves."""
-        doomed = list(self._doomed.values())
-        self._doomed.clear()
+        marked, self._doomed = self._doomed, {}
+        doomed = list(marked.values())
         told = end(doomed, grace_s)
         for process in doomed:
             watch = self._watches.pop(process.pid, None)

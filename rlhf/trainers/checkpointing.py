@@ -95,6 +95,13 @@ class Checkpointer:
             writing, self._writing = self._writing, None
             await writing
 
+    async def close(self) -> None:
+        """Give up a save that isn't committed yet; what is committed stays."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+
     async def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         try:
             await self._roles.finish_save(self._settings.deadline_s)
@@ -107,6 +114,10 @@ class Checkpointer:
                 metrics=metrics,
             )
             self._saved = step
+        except asyncio.CancelledError:
+            # Waits for a commit that is under way in its thread, and then finds nothing to give up.
+            self._store.abandon(step)
+            raise
         except Exception as error:  # whatever a disk, a learner's writer or a network file system comes up with
             self._failed(step, error)
 
@@ -124,11 +135,14 @@ class Checkpointer:
         """Give the driver and the learners the state of a checkpoint, whose checksums `choose` has compared."""
         with span("restore"):
             self.registry.load(checkpoint.path / DRIVER_STATE)
-            for report in await self._roles.load(checkpoint.path, self._settings.on_world_size_change):
-                if report.version != checkpoint.weight_version:
+            loaded = await self._roles.load(checkpoint.path, self._settings.on_world_size_change)
+        # A critic has also counted the batches of its warm-up.
+        due = {"policy": checkpoint.step, "critic": self._config.critic.warmup_batches + checkpoint.step}
+        for role, reports in loaded.items():
+            for report in reports:
+                if report.version != due[role]:
                     raise StateError(
-                        f"{checkpoint.path}: a learner has version {report.version}, and the checkpoint is of version "
-                        f"{checkpoint.weight_version}"
+                        f"{checkpoint.path}: the {role} has done {report.version} updates where {due[role]} are due"
                     )
         self._saved = checkpoint.step
 

@@ -118,7 +118,10 @@ class PPOTrainer:
                 async def attempt(begin: Checkpoint | None) -> RunSummary:
                     async with start_roles(config, session, journal.folder, extra, own, journal.note) as roles:
                         checkpoints = Checkpointer(config, store, roles, journal.note)
-                        return await roles.guard(_Run(config, prompts, journal, roles, checkpoints).train(begin))
+                        try:
+                            return await roles.guard(_Run(config, prompts, journal, roles, checkpoints).train(begin))
+                        finally:
+                            await checkpoints.close()
 
                 return await recovery.run(attempt, session.end_actors, checkpoint)
 

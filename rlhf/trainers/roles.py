@@ -285,8 +285,8 @@ class Roles:
         ]
         return [report for reports in await asyncio.gather(*writes) for report in reports]
 
-    async def load(self, folder: Path, on_world_size_change: str) -> list[Any]:
-        """Give policy ‖ critic the state of the verified checkpoint in `folder`."""
+    async def load(self, folder: Path, on_world_size_change: str) -> dict[str, list[Any]]:
+        """Give policy ‖ critic the state of the verified checkpoint in `folder`; each rank's report by role."""
         deadline_s = self._config.checkpoint.deadline_s
         loads = [
             group.call(
@@ -298,7 +298,8 @@ class Roles:
             )
             for group, own_s in self._learners()
         ]
-        return [report for reports in await asyncio.gather(*loads) for report in reports]
+        roles = [group.role for group, _ in self._learners()]
+        return dict(zip(roles, await asyncio.gather(*loads), strict=True))
 
     def _learners(self) -> list[tuple[ActorGroup, float]]:
         """The groups that train, each with the deadline of its calls."""

@@ -40,9 +40,13 @@ class Learners:
         self.log.append("written")
         return []
 
-    async def load(self, folder: Path, on_world_size_change: str) -> list[Any]:
+    async def load(self, folder: Path, on_world_size_change: str) -> dict[str, list[Any]]:
         self.version = int((folder / "policy" / "shard").read_text())
-        return [SimpleNamespace(version=self.version)]
+        # A critic counts its one batch of warm-up as well.
+        return {
+            "policy": [SimpleNamespace(version=self.version)],
+            "critic": [SimpleNamespace(version=self.version + 1)],
+        }
 
 
 class Counter:
@@ -84,6 +88,8 @@ def config(folder: Path, **changes: Any) -> Config:
         "run.steps": 5,
         "model.path": str(folder / "model"),
         "checkpoint.every": 2,
+        "algorithm.advantage": "gae",
+        "critic.warmup_batches": 1,
         "checkpoint.keep": 9,
     }
     return build({**settings, **changes})
@@ -151,6 +157,19 @@ async def test_a_save_that_fails_is_only_told_where_the_configuration_says_conti
     assert [line for line in bench.said if "step 2 could not be saved, and the run goes on" in line]
 
 
+async def test_a_save_that_is_given_up_leaves_nothing_half_written_and_can_be_made_again(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.learners.gate.clear()
+    await bench.step(2)
+    await asyncio.sleep(0.01)
+    await bench.checkpoints.close()
+    assert list(bench.store.folder.iterdir()) == []
+    bench.learners.gate.set()
+    await bench.step(2)
+    await bench.checkpoints.finish()
+    assert bench.steps() == [2]
+
+
 async def test_restoring_brings_the_driver_and_the_learners_back(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     await bench.step(2)
@@ -168,7 +187,7 @@ async def test_a_learner_of_another_version_than_the_checkpoints_is_refused(tmp_
     await bench.checkpoints.snapshot(2, {})
     bench.checkpoints.write_behind()
     await bench.checkpoints.finish()
-    with pytest.raises(StateError, match="a learner has version 1"):
+    with pytest.raises(StateError, match="the policy has done 1 updates where 2 are due"):
         await bench.checkpoints.restore(bench.store.checkpoints()[0])
 
 
