@@ -91,6 +91,8 @@ EQUIVALENT: dict[str, str] = {
     "algorithms/correction.py correct: flat.present(engine_N, mask_N) -> flat.present(engine_N, None)": "as for old_N",
     "algorithms/correction.py _bounded: torch.where(ratio_N.isnan(), ratio_N, torch.ones_like(ratio_N)) -> "
     "(torch.ones_like(ratio_N) + 0 * ratio_N)": "the ratio is finite or NaN, so this is the same function",
+    "batching/packing.py _Shares._candidates: :PARTNERS -> : PARTNERS + 1": "one more rank to look at: a matter of "
+    "time, and no stated invariant depends on their number",
 }
 
 Edit = tuple[str, str]

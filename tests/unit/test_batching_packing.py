@@ -185,9 +185,9 @@ def test_cost_of_nothing_is_zero() -> None:
     assert COST.total([]) == 0
 
 
-def test_group_that_fits_is_one_micro_batch() -> None:
-    # 5 + 3 + 3 + 3 = 14 unique tokens, where padded rows would have 24.
-    assert ids_by_rank(plan_packed(group(0, 5, 3, 3, 3), 1, 1, 14, TOKENS)) == [[("0-0", "0-1", "0-2")]]
+def test_group_that_fits_is_one_micro_batch_in_its_order() -> None:
+    # 5 + 2 + 4 + 3 = 14 unique tokens, where padded rows would have 27.
+    assert ids_by_rank(plan_packed(group(0, 5, 2, 4, 3), 1, 1, 14, TOKENS)) == [[("0-0", "0-1", "0-2")]]
 
 
 def test_group_that_does_not_fit_is_cut_into_few_parts() -> None:
@@ -207,10 +207,26 @@ def test_longer_sample_stands_alone_even_beside_an_empty_response() -> None:
     assert ids_by_rank(plan) == [[("0-0",), ("0-1",)]]
 
 
+def test_empty_response_joins_a_sample_that_fills_a_micro_batch() -> None:
+    # 5 + 5 = 10 leaves no room for the response of 1, but for the empty one.
+    assert ids_by_rank(plan_packed(group(0, 5, 5, 0, 1), 1, 1, 10, TOKENS)) == [[("0-0", "0-1"), ("0-2",)]]
+
+
 def test_group_is_split_when_a_rank_would_have_all() -> None:
     plan = plan_packed(group(0, 2, 10, 10, 10, 10), 2, 1, 100, TOKENS)
     # 2 + 20 on each, where the group on one rank would be 42 and 0.
     assert rank_costs(plan, TOKENS) == [22, 22]
+
+
+def test_every_sample_of_a_group_may_move_to_another_rank() -> None:
+    # 30 on one of 10 ranks: 27 of them have to move, one at a time.
+    assert rank_costs(plan_packed(group(0, 0, *[1] * 30), 10, 1, 100, TOKENS), TOKENS) == [3] * 10
+
+
+def test_group_of_the_highest_cost_is_placed_first_with_its_prompt() -> None:
+    # 5 + 2 before 1 + 4, though its responses are shorter.
+    samples = [*group(0, 1, 4), *group(1, 5, 2)]
+    assert ids_by_rank(plan_packed(samples, 2, 1, 100, TOKENS)) == [[("1-0",)], [("0-0",)]]
 
 
 def test_group_is_not_split_for_less_than_its_prompt() -> None:
@@ -218,6 +234,53 @@ def test_group_is_not_split_for_less_than_its_prompt() -> None:
     samples = [*group(0, 20, 10), *group(1, 20, 10), *group(2, 2, 2, 2), *group(3, 2, 2)]
     plan = plan_packed(samples, 2, 1, 100, TOKENS)
     assert sorted(rank_costs(plan, TOKENS)) == [34, 36]
+
+
+def test_group_is_not_split_where_the_highest_cost_would_stay() -> None:
+    # 4 + 2 on one rank; the empty response elsewhere would cost a prompt there and save nothing here.
+    assert ids_by_rank(plan_packed(group(0, 4, 2, 0), 2, 1, 100, TOKENS)) == [[("0-0", "0-1")], [()]]
+
+
+def test_rank_that_is_as_far_above_the_mean_as_is_tolerated_stays_as_it_is() -> None:
+    # 10 and 0: the mean is 5, and 10 is 100 % above it.
+    samples = group(0, 0, 5, 5)
+    assert ids_by_rank(plan_packed(samples, 2, 1, 100, TOKENS, tolerance=1.0)) == [[("0-0", "0-1")], [()]]
+    assert rank_costs(plan_packed(samples, 2, 1, 100, TOKENS, tolerance=0.99), TOKENS) == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        # Longest first: 11 + 6 + 4 and 9 + 8. 11 for 9 makes both 19.
+        ([6, 4, 9, 11, 8], [19, 19]),
+        # 27 + 20 + 5 = 52 and 25 + 23: 27 for 25 makes both 50, and 27 for 23 would be 48 and 52.
+        ([27, 23, 25, 5, 20], [50, 50]),
+        # 16 + 8 and 12 + 10 + 5 = 27: 10 for 8 is 26 and 25, and 12 for 8 would be 28.
+        ([12, 10, 8, 5, 16], [26, 25]),
+        # 15 + 13 and 15 + 12 + 7 = 34: 15 for 13 is 30 and 32.
+        ([13, 7, 15, 15, 12], [30, 32]),
+        # 13 + 7 and 10 + 8 + 5 = 23: 8 for 7, the shortest of the other rank, is 21 and 22.
+        ([7, 10, 5, 8, 13], [21, 22]),
+        # 30 + 20 + 16 = 66 and 26 + 24 + 5 + 1: 30 for 24 is 60 and 62, and then the 1 moves.
+        ([30, 16, 20, 1, 5, 26, 24], [61, 61]),
+    ],
+)
+def test_exchange_is_with_the_sample_that_evens_out_most(tokens: list[int], expected: list[int]) -> None:
+    samples = [sample_of(str(i), i, 0, t) for i, t in enumerate(tokens)]
+    assert rank_costs(plan_packed(samples, 2, 1, 100, TOKENS), TOKENS) == expected
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        # 5 + 4 and (4 + 3) + (3 + 3) = 13: against the 4 goes a 3 with its prompt of 3.
+        ([*group(0, 0, 5, 4), *group(1, 3, 3), *group(2, 4, 3)], [11, 11]),
+        # 1 + 10 + 4 = 15 and (2 + 7) + (2 + 1): the 4 brings a second prompt of 1, the 1 its own of 2.
+        ([*group(0, 2, 1), *group(1, 1, 10, 4), *group(2, 2, 7)], [14, 14]),
+    ],
+)
+def test_prompt_goes_with_the_last_sample_of_its_group(samples: list[SampleLength], expected: list[int]) -> None:
+    assert rank_costs(plan_packed(samples, 2, 1, 100, TOKENS), TOKENS) == expected
 
 
 def test_exchange_evens_out_what_moves_alone_can_not() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.batching import Plan, SampleLength, plan
+from rlhf.batching.plan import MicroBatch, unique_tokens
 
 
 @st.composite
@@ -70,6 +71,13 @@ def test_loads_differ_by_at_most_the_longest_sample(batch: tuple[list[SampleLeng
 @given(batches())
 def test_plan_is_the_same_on_every_rank(batch: tuple[list[SampleLength], int, int, int]) -> None:
     assert made(batch) == made(batch)
+
+
+def test_tokens_of_a_packed_row_are_all_responses_and_one_prompt_for_each_group() -> None:
+    samples = (SampleLength("a", 0, 10, 4), SampleLength("b", 0, 7, 4), SampleLength("c", 1, 5, 2))
+    # Responses of 10 - 4, 7 - 4 and 5 - 2 tokens, prompts of 4 and 2.
+    assert [sample.response_tokens for sample in samples] == [6, 3, 3]
+    assert unique_tokens(samples) == MicroBatch(samples).unique_tokens == 6 + 3 + 3 + 4 + 2
 
 
 def test_micro_batches_are_filled_with_neighbours_in_length() -> None:

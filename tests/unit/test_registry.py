@@ -124,6 +124,11 @@ class TestRegistering:
         with pytest.raises(ValueError, match=r"registered already, as .*Scaled"):
             register_advantage("mine")(Scaled())
 
+    def test_function_without_a_module_is_told_all_the_same(self) -> None:
+        register_advantage("mine")(str.upper)
+        with pytest.raises(ValueError, match=r"registered already, as \?\.str\.upper: \?\.str\.lower needs another"):
+            register_advantage("mine")(str.lower)
+
     @pytest.mark.parametrize("name", ["", "my_module:mine"])
     def test_names_that_mean_something_else_are_refused(self, name: str) -> None:
         with pytest.raises(ValueError, match="at least one character and no colon"):
