@@ -11,7 +11,7 @@ Invariants (each has a test)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from rlhf.cluster.model_shape import ModelShape, UnknownShape
@@ -43,6 +43,7 @@ class DeviceBytes:
     activations: int = 0
     kv_cache: int = 0
     sync_buckets: int = 0
+    checkpoint: int = 0
 
     @property
     def total(self) -> int:
@@ -129,12 +130,16 @@ def needs(
     - rollout, tensor parallel t: weights c P / t; one layer's activations at vLLM's batch size plus sampled logits;
       KV cache as configured on CPU; on a GPU the least that serves: the longest sequence, 2 L k c / t bytes a token.
     - sync buckets: one bucket (at least the largest tensor) on both sides; ZeRO 3 gathers one layer or the embedding.
+    - checkpoint, with `checkpoint.every` and on CPU: a copy of a learner's weights and optimizer; it is written while
+      training goes on (on a GPU the copy is in the host's memory).
     - reward: worker processes of reward functions on the CPU, no devices.
     """
     pools = [_policy(config, shape)]
     if needs_critic(config):
         start = reward_shape if config.critic.model == "reward" else None
         pools.append(_critic(config, critic_shape or start or shape))
+    if config.checkpoint.every > 0 and device == "cpu":
+        pools = [_with_copy(pool) for pool in pools]
     if needs_reference(config):
         pools.append(_reference(config, shape))
     if config.reward.model is not None:
@@ -215,6 +220,11 @@ def _critic(config: Config, shape: ModelShape) -> PoolNeeds:
             activations=_training_layers(shape, item, tokens),
         ),
     )
+
+
+def _with_copy(pool: PoolNeeds) -> PoolNeeds:
+    """The pool of a learner that writes checkpoints."""
+    return replace(pool, bytes=replace(pool.bytes, checkpoint=pool.bytes.weights + pool.bytes.optimizer))
 
 
 def _states(learner: LearnerConfig, item: int, count: int) -> tuple[int, int, int]:

@@ -3,7 +3,8 @@
 Invariants
 - What a rank needs to go on exactly is saved: master weights, optimizer, counters, its random streams, and what the
   learner itself counts. Settings come from the configuration, state from the checkpoint.
-- The caller waits for a snapshot only; files are written and synced meanwhile (`rlhf.learners.snapshot`).
+- The caller hardly waits: the state is copied, and files are written and synced, while training goes on up to the next
+  change of the state, which waits for the copy (`rlhf.learners.snapshot`).
 - A failure on one rank is raised on all of them, and a failed write harms nothing but the checkpoint.
 - Loading changes nothing in the folder, and loads all of the state or raises; never weights alone.
 
@@ -31,7 +32,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from rlhf.learners.ranks import Ranks
-from rlhf.learners.snapshot import Memory, Snapshot, Writer, WriteReport
+from rlhf.learners.snapshot import Snapshot, Writer, WriteReport, collect
 from rlhf.learners.zero import ZeroEngine
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ SCRIPT = "zero_to_fp32.py"
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """How long `save` kept its caller waiting, in seconds, and the bytes of the snapshot that it took on this rank."""
+    """How long `save` kept its caller waiting, in seconds, and the bytes of all tensors that it saves on this rank."""
 
     seconds: float
     bytes: int
@@ -64,21 +65,20 @@ class LoadReport:
 
 
 class SnapshotEngine(CheckpointEngine):  # type: ignore[misc]
-    """What DeepSpeed hands its files to: they become snapshots in memory, and nothing is written.
+    """What DeepSpeed hands its files to: they are collected, and nothing is copied or written.
 
     It doesn't raise on saving: DeepSpeed's ranks meet in barriers between the files, and one that leaves would keep
-    the others waiting. Whoever takes the snapshots finds the failure.
+    the others waiting. Whoever asks for the snapshots finds the failure.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.name = "snapshot"
-        self._memory: dict[str, Memory] = {}
         self._snapshots: dict[Path, Snapshot] = {}
         self._failure: Exception | None = None
 
-    def collect(self) -> dict[Path, Snapshot]:
-        """The snapshots of the files since the last call; raises what taking one raised."""
+    def collected(self) -> dict[Path, Snapshot]:
+        """The snapshots of the files since the last call; raises what collecting one raised."""
         snapshots, failure = self._snapshots, self._failure
         self._snapshots, self._failure = {}, None
         if failure is not None:
@@ -91,8 +91,7 @@ class SnapshotEngine(CheckpointEngine):  # type: ignore[misc]
             if optimizer is not None:
                 # DeepSpeed's BF16_Optimizer, which is ZeRO stage 1, leaves it out, and `zero_to_fp32` wants it.
                 optimizer.setdefault("zero_stage", 1)
-            memory = self._memory.setdefault(Path(path).name, Memory())
-            self._snapshots[Path(path)] = memory.take(state_dict)
+            self._snapshots[Path(path)] = collect(state_dict)
         except Exception as error:
             self._failure = error
 
@@ -109,7 +108,7 @@ class SnapshotEngine(CheckpointEngine):  # type: ignore[misc]
         return True
 
     def preserves_storage_sharing(self) -> bool:
-        """No: a snapshot copies tensors by their own elements, so DeepSpeed need not clone them first."""
+        """No: tensors are copied by their own elements, so DeepSpeed need not clone them first."""
         return False
 
 
@@ -122,12 +121,13 @@ class LearnerCheckpoint:
         self._ranks = ranks
         self._snapshots = SnapshotEngine()
         self._writer = Writer()
+        zero.before_change = self._writer.copied
         zero.deepspeed.checkpoint_engine = self._snapshots
         # DeepSpeed would copy its script into the folder at once, on one rank before a barrier.
         zero.deepspeed._copy_recovery_script = lambda path: None
 
     def save(self, path: Path, counters: dict[str, Any]) -> SaveReport:
-        """Take a snapshot, and begin to write it and `counters` (JSON values) into the folder `path`.
+        """Begin to write the state as it is now, and `counters` (JSON values), into the folder `path`.
 
         Waits for the save before this one, and raises `LearnerError` when that one failed.
         """
@@ -136,7 +136,7 @@ class LearnerCheckpoint:
             self._writer.settle()
         self._zero.deepspeed.save_checkpoint(str(path), tag=SHARDS, save_latest=False)
         with self._ranks.together(f"the {self._identity['role']}'s snapshot for {path}"):
-            snapshots = self._snapshots.collect()
+            snapshots = self._snapshots.collected()
             files: dict[Path, Snapshot | bytes] = {**snapshots, **self._own_files(path, counters)}
         self._writer.start(files)
         return SaveReport(time.perf_counter() - started, sum(taken.nbytes for taken in snapshots.values()))
@@ -224,6 +224,11 @@ def check_saved(
         raise ValueError(
             f"it was saved by {saved['world_size']} ranks, and this learner has {world_size}. Give it "
             f"{saved['world_size']} ranks, or set on_world_size_change: convert"
+        )
+    if saved["world_size"] != world_size and saved["counters"]["version"] == 0:
+        raise ValueError(
+            f"it was saved by {saved['world_size']} ranks before their first update, which DeepSpeed can't convert to "
+            f"{world_size}. Begin at step 1"
         )
 
 

@@ -148,9 +148,10 @@ class Learner(ABC):
         return (recorder.drain(), list(scored)), scored
 
     def save(self, path: str) -> SaveReport:
-        """Copy this rank's state and begin to write it into the folder `path`; `finish_save` waits for that.
+        """Begin to write this rank's state, as it is now, into the folder `path`; `finish_save` waits for that.
 
-        Training may go on at once. A second save waits for the first, and raises `LearnerError` when that failed.
+        Training may go on at once: an optimizer step waits until the state is copied. A second save waits for the
+        first, and raises `LearnerError` when that failed.
         """
         with span(f"{self.role}/save"):
             return self._checkpoint.save(Path(path), self.state_dict())

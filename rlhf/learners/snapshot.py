@@ -1,11 +1,13 @@
 """Copies of a rank's state in CPU memory, and files that are written from them while training goes on.
 
 Invariants
-- A snapshot shares no memory with what it was taken of: what trains on changes nothing in it.
+- What is written is the state at the moment of `Writer.start`. It is copied in the background, and whoever changes it
+  waits for `Writer.copied` before: a copy is quick, and the update that comes next begins with long passes that only
+  read.
 - A tensor is copied by its own elements, not by the storage that it is a view of, and once however often it occurs.
-- `Writer.finish` returns when all files and their folders are on the disk, or raises what writing one raised.
-- There is one snapshot at a time: the next one waits until this one is written (`Writer.settle`). Its memory is kept,
-  since fresh memory costs several times the copy.
+- `Writer.finish` returns when all files and their folders are on the disk, or raises what copying or writing raised.
+- There is one copy at a time: the next one waits until this one is written (`Writer.settle`). Its memory is kept, since
+  fresh memory costs several times the copy.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,15 +34,20 @@ WRITE_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class WriteReport:
-    """What writing took: seconds until everything was on the disk, and bytes of this rank's files."""
+    """What a save took behind its caller's back, on this rank.
+
+    `seconds` until everything was on the disk, `bytes` of the files, and `waited`: the seconds that those who would
+    have changed the state had to wait for its copy.
+    """
 
     seconds: float
     bytes: int
+    waited: float
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A state as it was: `structure` is its pickle with numbers in the place of tensors."""
+    """A state: `structure` is its pickle with numbers in the place of tensors, which are its own or copies."""
 
     structure: bytes
     tensors: list[Tensor]
@@ -82,31 +90,38 @@ class _Restorer(pickle.Unpickler):
         return self._tensors[place]
 
 
+def collect(state: object) -> Snapshot:
+    """Take `state`, anything that can be pickled, as it is; its tensors are not copied yet."""
+    structure = io.BytesIO()
+    collector = _Collector(structure)
+    collector.dump(state)
+    return Snapshot(structure.getvalue(), collector.tensors)
+
+
 class Memory:
-    """CPU memory that snapshots of one file are taken into, one after the other."""
+    """CPU memory that the copies for one file are made in, one after the other."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
 
-    def take(self, state: object) -> Snapshot:
-        """Copy `state`, anything that can be pickled, with the tensors in it. The snapshot before is overwritten."""
-        structure = io.BytesIO()
-        collector = _Collector(structure)
-        collector.dump(state)
-        found = collector.tensors
+    def copy(self, taken: Snapshot) -> Snapshot:
+        """The snapshot with copies of its tensors. The copy before is overwritten."""
         offsets, end = [], 0
-        for tensor in found:
+        for tensor in taken.tensors:
             offsets.append(end)
             end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        on_gpu = any(tensor.is_cuda for tensor in found)
+        on_gpu = any(tensor.is_cuda for tensor in taken.tensors)
         if self._buffer is None or self._buffer.nbytes < end:
             self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=on_gpu)
-        copies = [_part(self._buffer, at, tensor) for at, tensor in zip(offsets, found, strict=True)]
-        for copy, tensor in zip(copies, found, strict=True):
+        if on_gpu:
+            # What the step before has begun, on whichever stream.
+            torch.cuda.synchronize()
+        copies = [_part(self._buffer, at, tensor) for at, tensor in zip(offsets, taken.tensors, strict=True)]
+        for copy, tensor in zip(copies, taken.tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
         if on_gpu:
             torch.cuda.synchronize()
-        return Snapshot(structure.getvalue(), copies)
+        return Snapshot(taken.structure, copies)
 
 
 def _part(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
@@ -118,18 +133,33 @@ def _part(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
 
 
 class Writer:
-    """Writes the files of one save in a thread of its own. `finish` may be called beside the other methods."""
+    """Copies and writes the files of one save in a thread of its own.
+
+    `start` and `settle` are called by the thread that trains, `copied` before it changes anything, and `finish` by
+    any.
+    """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._memory: dict[str, Memory] = {}
+        self._copied = threading.Event()
+        self._waited = 0.0
         self._last: Future[WriteReport] | None = None
         self._asked = True
 
     def start(self, files: Mapping[Path, Snapshot | bytes]) -> None:
-        """Begin to write `files`: a snapshot as `torch.save` does, bytes as they are. `settle` comes before."""
+        """Begin to write `files`: a state as `torch.save` does, bytes as they are. `settle` comes before."""
         assert self._last is None or self._last.done(), "a write is under way"
-        self._asked = False
-        self._last = self._thread.submit(_write_all, dict(files))
+        self._asked, self._waited = False, 0.0
+        self._copied.clear()
+        self._last = self._thread.submit(self._run, dict(files))
+
+    def copied(self) -> None:
+        """Wait until the state that is being saved may change."""
+        if self._last is not None and not self._copied.is_set():
+            started = time.perf_counter()
+            self._copied.wait()
+            self._waited += time.perf_counter() - started
 
     def finish(self) -> WriteReport:
         """Wait for the last write; raises `OSError` with the file and the reason when it failed."""
@@ -147,14 +177,24 @@ class Writer:
             self._asked = True
             raise failure
 
+    def _run(self, files: dict[Path, Snapshot | bytes]) -> WriteReport:
+        started = time.perf_counter()
+        try:
+            for path, content in files.items():
+                if isinstance(content, Snapshot):
+                    files[path] = self._memory.setdefault(path.name, Memory()).copy(content)
+        finally:
+            self._copied.set()
+        written = _write_all(files)
+        return WriteReport(time.perf_counter() - started, written, self._waited)
 
-def _write_all(files: Mapping[Path, Snapshot | bytes]) -> WriteReport:
-    started = time.perf_counter()
+
+def _write_all(files: Mapping[Path, Snapshot | bytes]) -> int:
     written = sum(_write(path, content) for path, content in files.items())
     folders = {path.parent for path in files}
     for folder in sorted(folders | {folder.parent for folder in folders}):
         _sync_folder(folder)
-    return WriteReport(time.perf_counter() - started, written)
+    return written
 
 
 def _write(path: Path, content: Snapshot | bytes) -> int:

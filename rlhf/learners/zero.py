@@ -84,6 +84,8 @@ class ZeroEngine:
         )
 
         self.arrangement = Arrangement.of(self.model)
+        # Called before an optimizer step changes weights and optimizer state.
+        self.before_change: Callable[[], None] = lambda: None
 
     def forward(self, *inputs: Any) -> Any:
         """The model's own forward pass."""
@@ -99,6 +101,7 @@ class ZeroEngine:
 
         A norm that is not finite is the same on every rank and means that nothing was applied.
         """
+        self.before_change()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self.deepspeed.step()

@@ -271,6 +271,12 @@ CATALOGUE: tuple[Metric, ...] = (
         "without one.",
         "none",
     ),
+    Metric(
+        "checkpoint/held_seconds",
+        "s",
+        "How long optimizer steps waited for the copy of the last checkpoint; in the first step after it was written.",
+        "maximum over the ranks",
+    ),
     Metric("checkpoint/bytes", "bytes", "Size of the learners' snapshot.", "sum over all ranks"),
 )
 

@@ -52,6 +52,7 @@ class Checkpointer:
         self._pending: tuple[int, dict[str, float]] | None = None
         self._writing: asyncio.Task[None] | None = None
         self._saved = 0
+        self._held: float | None = None
         self.registry = StateRegistry()
         self.registry.register("models", FrozenModels(config))
 
@@ -65,8 +66,10 @@ class Checkpointer:
 
         Returns `checkpoint/...` of the step. `write_behind` has to follow.
         """
+        held, self._held = self._held, None
+        figures = {} if held is None else {"checkpoint/held_seconds": held}
         if not self.due(step) or step == self._saved:
-            return {}
+            return figures
         started = now()
         with span("checkpoint", step):
             await self.finish()
@@ -76,9 +79,10 @@ class Checkpointer:
                 reports = await self._roles.save(folder)
             except (CheckpointError, OSError) as error:
                 self._failed(step, error)
-                return {}
+                return figures
         self._pending = (step, dict(metrics))
-        return {"checkpoint/wait_seconds": now() - started, "checkpoint/bytes": float(sum(r.bytes for r in reports))}
+        size = float(sum(report.bytes for report in reports))
+        return {**figures, "checkpoint/wait_seconds": now() - started, "checkpoint/bytes": size}
 
     def write_behind(self) -> None:
         """Let what was snapshot be written and committed while the run goes on."""
@@ -104,7 +108,8 @@ class Checkpointer:
 
     async def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         try:
-            await self._roles.finish_save(self._settings.deadline_s)
+            written = await self._roles.finish_save(self._settings.deadline_s)
+            self._held = max(report.waited for report in written)
             await asyncio.to_thread(
                 self._store.commit,
                 step,

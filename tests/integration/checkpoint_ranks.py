@@ -11,7 +11,7 @@ import os
 import random
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,9 +65,15 @@ FULL = [
 ]
 
 
-def cases(full: bool) -> dict[int, list[Case]]:
-    """What is saved, by the number of ranks."""
-    return {1: FULL, 2: FULL} if full else CASES
+def saved_cases(full: bool) -> list[tuple[Case, int]]:
+    """What is saved, and by how many ranks.
+
+    Those of stage 3 come last: DeepSpeed then replaces torch's linear function for the whole process, which rounds
+    otherwise in bfloat16. An actor has one learner.
+    """
+    every = {1: FULL, 2: FULL} if full else CASES
+    saved = [(case, world) for world, chosen in every.items() for case in chosen]
+    return sorted(saved, key=lambda pair: pair[0].stage)
 
 
 def make(arguments: argparse.Namespace, case: Case) -> Any:
@@ -113,6 +119,11 @@ def optimizer_state(learner: Any) -> dict[str, torch.Tensor]:
     """Masters, both moments and step counts, whole on every rank."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    optimizer = learner.engine.optimizer
+    if learner._zero.stage < 3:
+        # DeepSpeed makes the views that these functions read at the first step, of the state that there is then.
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
     found = {}
     for name, parameter in learner._zero.model.named_parameters():
         found[f"{name} master"] = safe_get_full_fp32_param(parameter).clone()
@@ -145,20 +156,35 @@ def draws() -> list[float]:
 
 
 @contextmanager
-def held_writer() -> Iterator[threading.Event]:
-    """Files are only written after the event is set, which happens at the end of the block at the latest."""
-    release, write = threading.Event(), snapshot._write_all
+def held_writer(learner: Any) -> Iterator[threading.Event]:
+    """The state is copied only when somebody is about to change it, or after 20 seconds.
 
-    def held(*arguments: Any) -> Any:
+    Files are written after the event is set, which happens at the end of the block at the latest.
+    """
+    asked, release = threading.Event(), threading.Event()
+    before_change, write, copy = learner._zero.before_change, snapshot._write_all, snapshot.Memory.copy
+
+    def ask() -> None:
+        asked.set()
+        before_change()
+
+    def late_copy(self: snapshot.Memory, taken: snapshot.Snapshot) -> snapshot.Snapshot:
+        asked.wait(20)
+        return copy(self, taken)
+
+    def held_write(*arguments: Any) -> Any:
         release.wait()
         return write(*arguments)
 
-    snapshot._write_all = held
+    learner._zero.before_change = ask
+    snapshot.Memory.copy, snapshot._write_all = late_copy, held_write  # type: ignore[method-assign]
     try:
         yield release
     finally:
+        asked.set()
         release.set()
-        snapshot._write_all = write
+        learner._zero.before_change = before_change
+        snapshot.Memory.copy, snapshot._write_all = copy, write  # type: ignore[method-assign]
 
 
 def check_save(arguments: argparse.Namespace, case: Case) -> dict[str, Any]:
@@ -173,7 +199,7 @@ def check_save(arguments: argparse.Namespace, case: Case) -> dict[str, Any]:
         update(learner, step)
     found["saved weights"], found["saved state"] = weights(learner), optimizer_state(learner)
     seed_streams(arguments.rank)
-    with held_writer():
+    with held_writer(learner):
         found["save"] = learner.save(str(path_of(arguments, case, arguments.world)))
         found["draws"] = draws()
         update(learner, 3)
@@ -189,7 +215,7 @@ def check_writing(arguments: argparse.Namespace, case: Case) -> dict[str, Any]:
     learner = make(arguments, case)
     update(learner, 1)
     found["first weights"] = weights(learner)
-    with held_writer() as release:
+    with held_writer(learner) as release:
         learner.save(str(first))
         update(learner, 2)
         found["second weights"] = weights(learner)
@@ -198,23 +224,33 @@ def check_writing(arguments: argparse.Namespace, case: Case) -> dict[str, Any]:
         learner.save(str(second))
         found["files of the first at the second's return"] = len(list(first.rglob("*")))
     learner.finish_save()
+    torch.distributed.barrier()
 
     last = arguments.rank == arguments.world - 1
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if last:
         resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, limits[1]))
     learner.save(str(failing))
-    try:
-        learner.finish_save()
-    except LearnerError as error:
-        found["failed write"] = str(error)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    found["failed write"] = failure_of(learner.finish_save)
+    learner.save(str(failing))
     found["metrics after it"] = update(learner, 3)
+    found["next save"] = failure_of(lambda: learner.save(str(failing)))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     learner.save(str(failing))
     found["write after it"] = learner.finish_save()
+    torch.distributed.barrier()
     if arguments.rank == 0:
         found["first on disk"], found["second on disk"] = consolidated(first), consolidated(second)
     return found
+
+
+def failure_of(call: Callable[[], Any]) -> str:
+    """The message with which a call fails, or "none"."""
+    try:
+        call()
+    except (LearnerError, OSError) as error:
+        return str(error)
+    return "none"
 
 
 def consolidated(path: Path) -> dict[str, torch.Tensor]:
@@ -234,10 +270,7 @@ def check_load(arguments: argparse.Namespace, case: Case, saved_world: int) -> d
     learner.dry_run()
     seed_streams(arguments.rank, salt=1)
     if saved_world != arguments.world:
-        try:
-            learner.load(str(path))
-        except LearnerError as error:
-            found["refused"] = str(error)
+        found["refused"] = failure_of(lambda: learner.load(str(path), "error"))
     found["load"] = learner.load(str(path), "convert")
     found["draws"] = draws()
     found["weights"], found["state"] = weights(learner), optimizer_state(learner)
@@ -247,7 +280,7 @@ def check_load(arguments: argparse.Namespace, case: Case, saved_world: int) -> d
     found["resumed"] = weights(learner)
     # One that has trained since, as when another role was lost.
     learner.load(str(path), "convert")
-    found["weights, loaded again"] = weights(learner)
+    found["weights, loaded again"], found["state, loaded again"] = weights(learner), optimizer_state(learner)
     found["untouched"] = fingerprints(path) == before
     found["left beside"] = [other.name for other in path.parent.glob(f".{path.name}*")]
     if arguments.rank == 0:
@@ -278,13 +311,12 @@ def main() -> None:
     arguments = parser.parse_args()
     found: dict[str, Any] = {}
     if arguments.phase == "save":
-        for case in cases(arguments.full)[arguments.world]:
-            found[case.name] = check_save(arguments, case)
         found["writing"] = check_writing(arguments, CASES[arguments.world][0])
-    else:
-        for world, saved in cases(arguments.full).items():
-            for case in saved:
-                found[f"{case.name}-{world}"] = check_load(arguments, case, world)
+    for case, world in saved_cases(arguments.full):
+        if arguments.phase == "load":
+            found[f"{case.name} on {world}"] = check_load(arguments, case, world)
+        elif world == arguments.world:
+            found[f"{case.name} on {world}"] = check_save(arguments, case)
     torch.save(found, Path(arguments.out) / f"{arguments.phase}-{arguments.world}-{arguments.rank}.pt")
 
 

@@ -38,7 +38,7 @@ class Learners:
         if self.failure is not None:
             raise self.failure
         self.log.append("written")
-        return []
+        return [SimpleNamespace(waited=0.25), SimpleNamespace(waited=0.5)]
 
     async def load(self, folder: Path, on_world_size_change: str) -> dict[str, list[Any]]:
         self.version = int((folder / "policy" / "shard").read_text())
@@ -100,10 +100,17 @@ async def test_every_second_step_and_the_last_one_are_saved_once(tmp_path: Path)
     saved = [await bench.step(step) for step in range(1, 6)]
     await bench.checkpoints.finish()
     assert bench.steps() == [2, 4, 5]
-    assert [bool(figures) for figures in saved] == [False, True, False, True, True]
+    assert ["checkpoint/wait_seconds" in figures for figures in saved] == [False, True, False, True, True]
     assert saved[1]["checkpoint/bytes"] == 12
     manifest = bench.store.checkpoints()[-1]
     assert (manifest.weight_version, manifest.metrics) == (5, {"reward/mean": 0.5})
+
+
+async def test_what_optimizer_steps_waited_for_the_copy_is_told_once_it_is_known(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    await bench.step(2)
+    await bench.checkpoints.finish()
+    assert await bench.step(3) == {"checkpoint/held_seconds": 0.5}
 
 
 async def test_a_run_without_checkpoints_writes_nothing(tmp_path: Path) -> None:

@@ -361,3 +361,14 @@ def test_needs_import_neither_ray_nor_torch() -> None:
         "sys.exit(bool({'ray', 'torch', 'vllm', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_checkpoints_on_a_cpu_take_a_copy_of_weights_and_optimizer() -> None:
+    saved = config(checkpoint={"every": 5})
+    policy, without = needs(saved, SMALL).pool("policy"), needs(config(), SMALL).pool("policy")
+    assert policy is not None and without is not None
+    # bfloat16 weights 2 x 1272, masters and two moments 12 x 1272.
+    assert policy.bytes.checkpoint == 14 * 1272
+    assert policy.bytes.total - policy.bytes.checkpoint == without.bytes.total
+    on_gpu = needs(saved, SMALL, "cuda").pool("policy")
+    assert on_gpu is not None and on_gpu.bytes.checkpoint == 0
