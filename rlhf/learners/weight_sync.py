@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlhf.batching import LearnerSample
-from rlhf.learners.learner import Learner, UpdateResult
+from rlhf.learners.learner import Learner
 from rlhf.weights.endpoint import Endpoint, JoinReport, SendReport
 
 if TYPE_CHECKING:
@@ -16,17 +15,11 @@ if TYPE_CHECKING:
 class WeightSyncMixin(Learner):
     """Gives a learner transfer groups; it has to be a `rlhf.weights.source.WeightHolder` itself.
 
-    It knows the version of its weights, so that a transfer which had to wait for an update can't be mislabelled.
+    What is sent carries the version that the learner knows, so that a transfer which had to wait for an update can't be
+    mislabelled.
     """
 
     _sender: WeightSender | None = None
-    _version = 0
-
-    def update(self, step: int, samples: Sequence[LearnerSample]) -> UpdateResult:
-        """`Learner.update`; the weights are version `step` after it."""
-        result = super().update(step, samples)
-        self._version = step
-        return result
 
     def join_transfer(self, endpoint: Endpoint) -> JoinReport:
         """Join a transfer group with engines. Called on every rank together."""

@@ -6,10 +6,12 @@ import functools
 
 import torch
 
-# Lanes per row: 128 KiB of bytes, so that a block and its product stay in a core's cache on CPU.
-_ROW = 1 << 14
-_ROWS_PER_BLOCK = 64
+# Lanes per row: 256 KiB, which stay in a core's cache with what is accumulated; torch splits no operation this small
+# over threads, so that who takes a checksum beside other work waits for no other thread.
+_ROW = 1 << 15
 _SEED = 20260101
+# Odd, so that multiplying by it loses nothing modulo 2^64. As a signed number: torch's lanes are int64.
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 @functools.lru_cache(maxsize=4)
@@ -22,9 +24,9 @@ def _weights(device: str) -> torch.Tensor:
 def checksum(tensor: torch.Tensor) -> int:
     """64-bit checksum of the tensor's bytes, whatever its dtype and shape.
 
-    A weighted sum of 8-byte lanes modulo 2^64. Each lane's weight depends on its place, so swapped, shifted or flipped
-    bytes change the sum; it guards against faults, not against an adversary. 15 GB/s on two cores, against 4 GB/s of
-    CRC-32, and it runs where the tensor is.
+    8-byte lanes in rows: `sum_j w_j sum_i f^(n-i) lane_ij` modulo 2^64 with odd w and f, rows by Horner's rule in one
+    pass over memory. Each lane's weight depends on its place, so swapped, shifted or flipped bytes change the sum; it
+    guards against faults, not against an adversary.
     """
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     total = 0
@@ -37,12 +39,9 @@ def checksum(tensor: torch.Tensor) -> int:
         # Reinterpreting as 8-byte lanes needs an aligned start.
         raw = raw.clone()
     lanes = raw[:whole].view(torch.int64)
-    weights = _weights(str(lanes.device))
-    for row, block in enumerate(torch.split(lanes, _ROW * _ROWS_PER_BLOCK)):
-        rows = block.numel() // _ROW
-        full, rest = block[: rows * _ROW].view(rows, _ROW), block[rows * _ROW :]
-        # Each row's sum gets an odd weight of its own, so that rows can't trade places either.
-        sums = torch.cat([(full * weights).sum(dim=1), (rest * weights[: rest.numel()]).sum().view(1)])
-        places = torch.arange(rows + 1, device=sums.device) + row * (_ROWS_PER_BLOCK + 1)
-        total += int((sums * (2 * places + 1)).sum().item())
+    sums = torch.zeros(min(_ROW, lanes.numel()), dtype=torch.int64, device=lanes.device)
+    for row in torch.split(lanes, _ROW):
+        part = sums[: row.numel()]
+        torch.add(row, part, alpha=_FACTOR, out=part)
+    total += int((sums * _weights(str(lanes.device))[: sums.numel()]).sum().item())
     return (total + raw.numel()) % (1 << 64)

@@ -21,9 +21,11 @@ import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from rlhf.weights.buckets import Bucket, plan_buckets
+from rlhf.weights.checksum import checksum
 from rlhf.weights.endpoint import Declared
 from rlhf.weights.loading import ReceiptMixin
 from rlhf.weights.receipts import WIRE_LOST, SyncError
+from rlhf.weights.slabs import Slabs
 
 T = TypeVar("T")
 
@@ -108,6 +110,7 @@ class GlooWeightTransferEngine(ReceiptMixin):
 
     _group: GlooGroup | None = None
     _bucket_bytes: int = 0
+    _slabs: Slabs | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Join the group at this engine's offset; an earlier group is left."""
@@ -135,17 +138,22 @@ class GlooWeightTransferEngine(ReceiptMixin):
         """
         if self._group is None:
             raise SyncError("weight sync: update_weights before init_weight_transfer_engine")
+        self._slabs = self._slabs or Slabs()
         failure: Exception | None = None
+        buckets = list(update_info.buckets(self._bucket_bytes))
         try:
-            with _Arriving(self._group, list(update_info.buckets(self._bucket_bytes))) as arriving:
+            with _Arriving(self._group, buckets, self._slabs, self.checked) as arriving:
                 for bucket, buffer in arriving:
                     if failure is None:
                         try:
                             self.model.load_weights([(slot.name, slot.view(buffer)) for slot in bucket.slots])
                         except Exception as error:
                             failure = error
+                    # What the loader still needs it holds itself; the thread may have the rest.
+                    del buffer
         except SyncError:
-            self._group = None
+            # Its thread may still be receiving into the slabs.
+            self._group = self._slabs = None
             raise
         if failure is not None:
             raise failure
@@ -156,14 +164,13 @@ class GlooWeightTransferEngine(ReceiptMixin):
 
 
 class _Arriving:
-    """Buckets as they arrive: a thread receives the next one while the last one is in use.
+    """Buckets as they arrive: a thread receives the next one, and takes its checksums, while the last one is in use."""
 
-    Each has a fresh buffer, since the layerwise loader holds views of it until their layer is complete.
-    """
-
-    def __init__(self, group: GlooGroup, buckets: list[Bucket]) -> None:
+    def __init__(self, group: GlooGroup, buckets: list[Bucket], slabs: Slabs, checked: dict[str, int]) -> None:
         self._group = group
         self._buckets = buckets
+        self._slabs = slabs
+        self._checked = checked
         self._arrived: queue.SimpleQueue[torch.Tensor | Exception] = queue.SimpleQueue()
         self._room = threading.Semaphore(_RECEIVE_BUFFERS)
         self._left = False
@@ -184,9 +191,13 @@ class _Arriving:
                 self._room.acquire()
                 if self._left:
                     return
-                buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
+                buffer = self._slabs.take(bucket.nbytes)
                 self._group.broadcast(buffer).wait()
+                for slot in bucket.slots:
+                    self._checked[slot.name] = checksum(slot.view(buffer))
                 self._arrived.put(buffer)
+                # Without this the slab would seem in use until the next one was received.
+                del buffer
         except Exception as error:
             self._arrived.put(error)
 

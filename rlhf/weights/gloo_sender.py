@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from rlhf.tracking.spans import now
-from rlhf.weights.buckets import Bucket
+from rlhf.weights.buckets import Bucket, Slot
 from rlhf.weights.checksum import checksum
 from rlhf.weights.client import Calls, CallsFailed, EngineClient
 from rlhf.weights.endpoint import Declared, Endpoint, Failure
@@ -30,6 +30,9 @@ from rlhf.weights.receipts import Receipt, SyncError
 from rlhf.weights.source import LearnerSource
 
 _POLL_S = 0.0003
+# Values copied at a time. torch splits larger copies over threads, which wait for each other: with engines that load on
+# the same cores that takes several times as long, and alone it gains little.
+_COPY = 1 << 15
 PARTS = ("gather", "cast", "checksum", "wire")
 
 
@@ -57,6 +60,8 @@ class GlooSender:
 
     def __init__(self) -> None:
         self._members: dict[int, Member] = {}
+        # Kept from one send to the next: fresh pages cost several times the copy that fills them.
+        self._free: list[torch.Tensor] = []
 
     def join(self, endpoint: Endpoint) -> tuple[Failure, ...]:
         """Meet the engines of a new group; returns which of them did not come."""
@@ -88,7 +93,7 @@ class GlooSender:
         """One transfer to these groups: receipt, seconds by part, and what failed because of engines."""
         members = [self._members[epoch] for epoch in epochs]
         tensors = source.parameters()
-        transfer = _Transfer(members, tensors, buffers=1 if source.gathers else 2)
+        transfer = _Transfer(members, tensors, source.gathers, self._free)
         failures: tuple[Failure, ...] = ()
         try:
             transfer.run(GlooUpdateInfo.of(declared))
@@ -110,13 +115,20 @@ class GlooSender:
 class _Transfer:
     """One send under way."""
 
-    def __init__(self, members: Sequence[Member], tensors: Iterator[tuple[str, torch.Tensor]], buffers: int) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        tensors: Iterator[tuple[str, torch.Tensor]],
+        gathers: bool,
+        free: list[torch.Tensor],
+    ) -> None:
         self._members = members
         self._tensors = tensors
+        self._gathers = gathers
         self._receiving: dict[int, Calls] = {}
         self._in_flight: deque[_Flight] = deque()
-        self._room = buffers
-        self._free: list[torch.Tensor] = []
+        self._room = 1 if gathers else 2
+        self._free = free
         self._checker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-checksum")
         self.receipt = Receipt()
         self.seconds = dict.fromkeys(PARTS, 0.0)
@@ -138,33 +150,50 @@ class _Transfer:
         self._finish({m.epoch: m.client.begin("finish_weight_update") for m in self._members})
 
     def _send(self, bucket: Bucket) -> None:
-        buffer: torch.Tensor | None = None
-        for slot in bucket.slots:
-            start = now()
-            name, tensor = next(self._tensors)
-            if (name, tuple(tensor.shape)) != (slot.name, slot.shape):
-                raise SyncError(
-                    f"weight sync: declared {slot.name} {slot.shape} but the source gave {name} {tuple(tensor.shape)}"
-                )
-            self.seconds["gather"] += now() - start
-            if buffer is None:
-                # After the first tensor was asked for: what is gathered is gathered while the last bucket travels.
-                buffer = self._buffer(bucket.nbytes)
-            start = now()
-            slot.view(buffer).copy_(tensor)
-            self.seconds["cast"] += now() - start
-        assert buffer is not None
-        works = {m.epoch: m.wire.broadcast(buffer[: bucket.nbytes]) for m in self._members}
-        checked = self._checker.submit(self._check, bucket, buffer)
-        self._in_flight.append(_Flight(buffer, works, checked, time.monotonic()))
-
-    def _buffer(self, nbytes: int) -> torch.Tensor:
-        """A free buffer of at least `nbytes`; waits for one to land when there is no room for another."""
+        # Asked for before there is a buffer: what is gathered is gathered while the last bucket travels.
+        first, *others = bucket.slots
+        tensor = self._next(first)
         while len(self._in_flight) >= self._room:
             self._land()
+        if (
+            not self._gathers
+            and tensor.dtype == first.dtype
+            and tensor.is_contiguous()
+            and first.nbytes == bucket.nbytes
+        ):
+            # A bucket of one tensor that stays whole where it is: nothing to pack.
+            buffer, payload = None, tensor.view(-1).view(torch.uint8)
+        else:
+            buffer = self._buffer(bucket.nbytes)
+            payload = buffer[: bucket.nbytes]
+            self._pack(first, tensor, payload)
+            for slot in others:
+                self._pack(slot, self._next(slot), payload)
+        works = {m.epoch: m.wire.broadcast(payload) for m in self._members}
+        checked = self._checker.submit(self._check, bucket, payload)
+        self._in_flight.append(_Flight(buffer, works, checked, time.monotonic()))
+
+    def _next(self, slot: Slot) -> torch.Tensor:
+        start = now()
+        name, tensor = next(self._tensors)
+        if (name, tuple(tensor.shape)) != (slot.name, slot.shape):
+            raise SyncError(
+                f"weight sync: declared {slot.name} {slot.shape} but the source gave {name} {tuple(tensor.shape)}"
+            )
+        self.seconds["gather"] += now() - start
+        return tensor
+
+    def _pack(self, slot: Slot, tensor: torch.Tensor, payload: torch.Tensor) -> None:
+        start = now()
+        wholes = (slot.view(payload).view(-1), tensor.reshape(-1))
+        for into, part in zip(*(torch.split(whole, _COPY) for whole in wholes), strict=True):
+            into.copy_(part)
+        self.seconds["cast"] += now() - start
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        """A free buffer of at least `nbytes`. One that doesn't fit is given back, so that no more are held."""
         fitting = [buffer for buffer in self._free if buffer.numel() >= nbytes]
-        # What doesn't fit is given back, so that no more than the allowed buffers are held.
-        self._free.clear()
+        self._free[:] = fitting[1:]
         return fitting[0] if fitting else torch.empty(nbytes, dtype=torch.uint8)
 
     def _check(self, bucket: Bucket, buffer: torch.Tensor) -> None:
@@ -195,7 +224,8 @@ class _Transfer:
             raise Stopped(broken)
         flight.checked.result()
         self._in_flight.popleft()
-        self._free.append(flight.buffer)
+        if flight.buffer is not None:
+            self._free.append(flight.buffer)
         self.seconds["wire"] += now() - start
 
     def _undelivered(self, member: Member, how: str) -> Failure:
@@ -226,9 +256,9 @@ class _Transfer:
 
 @dataclass(slots=True)
 class _Flight:
-    """A bucket on the wire: pending work by epoch, its checksum, and since when it travels."""
+    """A bucket on the wire: its buffer, if it took one, pending work by epoch, its checksum, since when it travels."""
 
-    buffer: torch.Tensor
+    buffer: torch.Tensor | None
     works: Mapping[int, Any]
     checked: Future[None]
     since: float

@@ -54,7 +54,7 @@ def incomplete_layers(model: Any) -> list[str]:
     return names
 
 
-class _NothingToCopy(TorchDispatchMode):
+class _NothingToCopy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it a copy from a tensor without values changes nothing; vLLM's own mode, within this one, counts it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,7 +80,7 @@ def disagreement(model: Any, declared: Sequence[Declared], dtype: torch.dtype) -
     layerwise._layerwise_process = lambda layer, info: None
     try:
         for d in declared:
-            with _NothingToCopy():
+            with _NothingToCopy():  # type: ignore[no-untyped-call]
                 model.load_weights([(d.name, torch.empty(d.shape, dtype=dtype, device="meta"))])
         incomplete = incomplete_layers(model)
     except Exception as error:
@@ -104,12 +104,15 @@ class ReceiptMixin(WeightTransferEngine):
 
     receipt: Receipt
     seconds: dict[str, float]
+    # Checksums that the transport took already, by name.
+    checked: dict[str, int]
 
     def start_weight_update(self) -> None:
         """Begin a sync: forget a failed one, and count from zero."""
         reset_half_loaded_layers(self.model)
         self.receipt = Receipt()
         self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.checked = {}
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -119,7 +122,7 @@ class ReceiptMixin(WeightTransferEngine):
         the memory holds. Raised here and not at the finish, since vLLM ends an update that fails here.
         """
         start = now()
-        with recorded_loading(self.model, self.receipt, self.seconds):
+        with recorded_loading(self.model, self.receipt, self.seconds, self.checked):
             super().update_weights(update_info)
         self.seconds["receive"] = now() - start - self.seconds["load"] - self.seconds["checksum"]
         incomplete = incomplete_layers(self.model)

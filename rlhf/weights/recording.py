@@ -17,9 +17,9 @@ from rlhf.weights.checksum import checksum
 from rlhf.weights.receipts import Receipt
 
 
-def record(receipt: Receipt, name: str, tensor: torch.Tensor) -> None:
-    """Add one tensor to a receipt."""
-    receipt.checksums[name] = checksum(tensor)
+def record(receipt: Receipt, name: str, tensor: torch.Tensor, known: int | None = None) -> None:
+    """Add one tensor to a receipt, with its checksum where that is known already."""
+    receipt.checksums[name] = checksum(tensor) if known is None else known
     receipt.bytes += tensor.numel() * tensor.element_size()
 
 
@@ -64,10 +64,13 @@ class RecordedSource(WeightSource):
 
 
 @contextmanager
-def recorded_loading(model: Any, receipt: Receipt, seconds: MutableMapping[str, float]) -> Iterator[None]:
+def recorded_loading(
+    model: Any, receipt: Receipt, seconds: MutableMapping[str, float], known: MutableMapping[str, int]
+) -> Iterator[None]:
     """Within the block, every tensor given to `model.load_weights` is recorded in `receipt` where it is loaded.
 
-    `seconds` gets those of `load` and `checksum`.
+    `known` has checksums by name that were taken of the same memory since it was received. `seconds` gets those of
+    `load` and `checksum`.
     """
     load = model.load_weights
 
@@ -78,7 +81,7 @@ def recorded_loading(model: Any, receipt: Receipt, seconds: MutableMapping[str, 
             nonlocal checking
             for name, tensor in weights:
                 start = now()
-                record(receipt, name, tensor)
+                record(receipt, name, tensor, known.pop(name, None))
                 checking += now() - start
                 yield name, tensor
 

@@ -52,7 +52,7 @@ from rlhf.weights.sync import SyncReport, WeightSync
 from rlhf.weights.transports import ENGINE_BACKENDS, Transport
 
 DTYPES = ("bfloat16", "float32")
-START_S, CALL_S = 600.0, 120.0
+START_S, CALL_S = 600.0, 600.0
 PARTS = ("begin", "gather", "cast", "checksum", "wire", "engine_receive", "engine_checksum", "engine_load")
 RUNNING, RUNNING_TOKENS = 16, 96
 Seconds = Mapping[str, float]

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
 import socket
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ from rlhf.rollout.engine import RolloutEngine
 from rlhf.rollout.types import Completion, EngineSpec, GenerationRequest, Sampling
 from rlhf.trainers.parity import Parity, compare_logprobs
 from rlhf.trajectories import Columns
+from rlhf.weights.endpoint import Endpoint, JoinReport, SendReport
+from rlhf.weights.gloo_sender import _Transfer
 from rlhf.weights.sender import WeightSender
 from rlhf.weights.sync import SyncReport, WeightSync
 
@@ -63,13 +68,51 @@ class Trainer:
             for parameter in self.model.parameters():
                 parameter.add_(torch.randn_like(parameter) * scale)
 
-    def logprobs(self, columns: Columns, temperature: float) -> np.ndarray:
-        """Log-probs in the records' convention: entry t belongs to token t."""
+    def logprobs(self, columns: Columns, temperature: float, never: Sequence[int] = ()) -> np.ndarray:
+        """Log-probs in the records' convention: entry t belongs to token t. Ids in `never` could not be sampled."""
         ids = torch.from_numpy(columns.token_ids.astype(np.int64))[None]
         with torch.no_grad():
-            scores = torch.log_softmax(self.model(ids).logits.float() / temperature, dim=-1)
+            logits = self.model(ids).logits.float()
+            logits[..., list(never)] = -torch.inf
+            scores = torch.log_softmax(logits / temperature, dim=-1)
         picked = scores[0, :-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
         return np.concatenate([[np.nan], picked]).astype(np.float32)
+
+
+@contextmanager
+def at_bucket(number: int, action: Callable[[], None]) -> Iterator[None]:
+    """Within the block, `action()` is called when a sender in this process is about to send bucket `number`, from 0."""
+    original, sent = _Transfer._send, 0
+
+    def send(self: _Transfer, bucket: Any) -> None:
+        nonlocal sent
+        if sent == number:
+            action()
+        sent += 1
+        original(self, bucket)
+
+    _Transfer._send = send  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _Transfer._send = original  # type: ignore[method-assign]
+
+
+class DoomedLearner:
+    """A sender for a process of its own, which is killed in its third bucket."""
+
+    def __init__(self, path: Path, bucket_bytes: int) -> None:
+        self._sender = Trainer(path, bucket_bytes=bucket_bytes).sender
+
+    def join_transfer(self, endpoint: Endpoint) -> JoinReport:
+        return self._sender.join(endpoint)
+
+    def leave_transfer(self, epoch: int) -> None:
+        self._sender.leave(epoch)
+
+    def send_weights(self, epochs: Sequence[int]) -> SendReport:
+        with at_bucket(2, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+            return self._sender.send(epochs, 40)
 
 
 class Engine:
@@ -88,8 +131,12 @@ class Engine:
             "weight_backend": "gloo",
             "deterministic": False,
         }
-        options = {"num_cpus": 1, "num_gpus": num_gpus, "max_concurrency": 1000}
-        self.handle = ray.remote(RolloutEngine).options(**options).remote(EngineSpec(**settings | changes))
+        # vLLM's own binding of threads wants as many NUMA nodes as an engine has workers.
+        env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        actor = ray.remote(RolloutEngine).options(
+            num_cpus=1, num_gpus=num_gpus, max_concurrency=1000, runtime_env={"env_vars": env}
+        )
+        self.handle = actor.remote(EngineSpec(**settings | changes))
         self._starting = self.handle.start.remote()
         if wait:
             self.started()

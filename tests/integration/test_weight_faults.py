@@ -10,8 +10,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +19,9 @@ import pytest
 import ray
 
 from rlhf.rollout.types import GenerationRequest, Sampling
-from rlhf.weights.gloo_sender import _Transfer
 from rlhf.weights.receipts import SyncFailed
-from tests.integration.engines import CALL_S, Engine, Trainer, sync, weight_sync
+from tests.integration.engines import CALL_S, DoomedLearner, Engine, Trainer, at_bucket, sync, weight_sync
+from tests.tiny import EOS_ID
 
 PROMPT = [5, 76, 5, 84]  # "1+1="
 # The tiny model has 0.33 million float32 parameters, 1.3 MB: five buckets.
@@ -54,25 +52,6 @@ def check(fleet: SimpleNamespace, *indices: int) -> None:
 
 def buckets(trainer: Trainer) -> int:
     return len(trainer.sender._source._pieces)
-
-
-@contextmanager
-def at_bucket(number: int, action: Any) -> Iterator[None]:
-    """Within the block, `action()` is called when the sender is about to send bucket `number` (from 0)."""
-    original, sent = _Transfer._send, 0
-
-    def send(self: _Transfer, bucket: Any) -> None:
-        nonlocal sent
-        if sent == number:
-            action()
-        sent += 1
-        original(self, bucket)
-
-    _Transfer._send = send  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        _Transfer._send = original  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("group_size", [2, 1])
@@ -125,7 +104,7 @@ def test_with_keep_a_running_response_goes_on_with_the_new_weights(fleet):
     # Tokens of the old version agree with the old weights, those of the new one with the new, on the same prefix.
     for trainer, version in ((before, 20), (fleet.trainer, 21)):
         own = (columns.weight_versions == version) & columns.loss_mask
-        expected = trainer.logprobs(columns, 1.0)
+        expected = trainer.logprobs(columns, 1.0, never=[EOS_ID])
         assert np.abs(columns.logprobs[own] - expected[own]).max() <= 1e-4
 
 
@@ -141,25 +120,8 @@ def test_with_drain_a_running_response_is_finished_by_the_old_weights(fleet):
     assert fleet.engines[0].generate(PROMPT)[0].weight_version == 31
 
 
-class Learner:
-    """A sender in a process of its own that is killed in its third bucket."""
-
-    def __init__(self, path: Path) -> None:
-        self.trainer = Trainer(path, bucket_bytes=BUCKET_BYTES)
-
-    def join_transfer(self, endpoint: Any) -> Any:
-        return self.trainer.sender.join(endpoint)
-
-    def leave_transfer(self, epoch: int) -> None:
-        self.trainer.sender.leave(epoch)
-
-    def send_weights(self, epochs: Any) -> Any:
-        with at_bucket(2, lambda: os.kill(os.getpid(), signal.SIGKILL)):
-            return self.trainer.sender.send(epochs, 40)
-
-
 def test_a_learner_killed_in_a_bucket_is_not_blamed_on_engines_and_they_sync_with_another(fleet):
-    learner = ray.remote(Learner).options(num_cpus=0).remote(fleet.path)
+    learner = ray.remote(DoomedLearner).options(num_cpus=0).remote(fleet.path, BUCKET_BYTES)
 
     class Group:
         async def call(self, method: str, *args: Any, what: str, deadline_s: float) -> list[Any]:

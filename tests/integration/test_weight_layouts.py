@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,15 +19,12 @@ import ray
 import torch
 
 from rlhf.batching import LearnerSample
-from rlhf.learners.policy import PolicyLearner
 from rlhf.trainers.parity import compare_logprobs
-from rlhf.weights.sender import WeightSender
 from tests.integration.engines import CALL_S, Engine, free_port, weight_sync
-from tests.integration.learner_ranks import make_config, make_samples
+from tests.integration.layout_ranks import BUCKET_BYTES, Layout, Rank
+from tests.integration.learner_ranks import make_samples
 from tests.tiny import make_tiny_model
 
-# Several buckets of the tiny model, its largest tensor not among the smaller ones.
-BUCKET_BYTES = 1 << 18
 PROMPTS = [[5, 76, 5, 84], [14, 15, 16, 17, 18, 19, 20], [40]]
 
 
@@ -46,14 +43,6 @@ class Target:
     model: Model
     tensor_parallel: int
     dtype: str
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A policy's layout; it computes in float32."""
-
-    stage: int
-    ranks: int
 
 
 ARCHITECTURES, STAGES, RANKS = ("qwen2", "llama", "gemma3"), (1, 2, 3), (1, 2, 3)
@@ -86,30 +75,6 @@ def test_the_subset_has_every_pair_of_values():
     for (i, first), (j, second) in itertools.combinations(enumerate(axes), 2):
         missing = set(itertools.product(first, second)) - {(row[i], row[j]) for row in rows}
         assert not missing, (i, j, missing)
-
-
-class Rank:
-    """A process that is one rank of one learner after the other."""
-
-    learner: Any = None
-
-    def begin(
-        self, model: Path, layout: Layout, rank: int, port: int, wire_dtype: str, device: Literal["cpu", "cuda"] = "cpu"
-    ) -> None:
-        """Become a rank of a new learner."""
-        if self.learner is not None:
-            self.learner.close()
-        policy = {"zero_stage": layout.stage, "ranks": layout.ranks, "learning_rate": 0.03}
-        self.learner = PolicyLearner(make_config(model, policy=policy), rank, layout.ranks, device)
-        self.learner.setup(("127.0.0.1", port))
-        # A run has one dtype for both sides; here the wire's may differ, so that the cast is tried too.
-        transport = "gloo" if device == "cpu" else "nccl"
-        self.learner._sender = WeightSender(self.learner, getattr(torch, wire_dtype), transport, BUCKET_BYTES, rank)
-
-    def call(self, method: str, *args: Any) -> Any:
-        """A method of the learner."""
-        result = getattr(self.learner, method)(*args)
-        return result[1] if method == "score" else result
 
 
 class Policy:
