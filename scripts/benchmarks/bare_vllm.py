@@ -39,7 +39,7 @@ async def serve(connection: Connection) -> None:
 async def generate(llm: Any, request: GenerationRequest) -> int:
     """Have one request answered; returns the length of the response."""
     prompt = {"prompt_token_ids": list(request.prompt_ids)}
-    parameters = sampling_parameters(request.sampling, request.seed)
+    parameters = sampling_parameters(request.sampling, request.seed, request.sampling.candidates)
     outputs = [output async for output in llm.generate(prompt, parameters, request.request_id)]
     return len(outputs[-1].outputs[0].token_ids)
 
