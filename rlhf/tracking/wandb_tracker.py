@@ -51,6 +51,8 @@ class WandbTracker:
                         return
                     except wandb.errors.Error as error:
                         why = f"the server can't be used ({error})"
+                        # wandb's service holds on to the id of a run that it could not start.
+                        (folder.path / RUN_ID).unlink()
                 else:
                     why = "no API key is configured (WANDB_API_KEY or `wandb login`)"
                 self._show(f"wandb: {why}; going on offline")

@@ -17,6 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlhf.config import Config
+from rlhf.tracking import wandb_tracker
 from rlhf.tracking.folder import RunFolder
 from rlhf.tracking.tensorboard_tracker import TensorBoardTracker
 
@@ -194,3 +195,10 @@ def test_trackers_import_neither_their_packages_nor_torch_until_they_start() -> 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_resumed_run_goes_on_in_the_same_wandb_run_and_another_does_not(tmp_path: Path) -> None:
+    folder, other = RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")
+    folder.path.mkdir()
+    other.path.mkdir()
+    assert wandb_tracker._run_id(folder) == wandb_tracker._run_id(folder) != wandb_tracker._run_id(other)
