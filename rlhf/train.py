@@ -6,6 +6,8 @@ Nothing heavy is imported before the configuration is valid, so a mistake is rep
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import signal
 import sys
 import traceback
@@ -185,5 +187,17 @@ def _say(message: str, code: int) -> int:
     return code
 
 
+def _leave(code: int) -> None:
+    """End the process with this exit code, without the interpreter's own finalization.
+
+    Everything of ours is closed by now. Threads of Ray's C++ core outlive `ray.shutdown`, and after a SIGTERM the
+    garbage collection of a finalizing interpreter has been seen to crash (SIGABRT in place of the exit code).
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _leave(main())
