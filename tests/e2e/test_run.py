@@ -162,7 +162,7 @@ def test_the_export_serves_in_vllm_with_the_trained_logprobs(plain):
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         engine = Engine(plain.folder / "export", load_dummy_weights=False)
-        ray.get([engine.handle.begin_sync.remote(), engine.handle.commit_sync.remote(0)], timeout=60)
+        ray.get([engine.handle.begin_sync.remote("drain"), engine.handle.commit_sync.remote(0)], timeout=60)
         engine.parity(Trainer(plain.folder / "export"), [5, 76, 5, 84]).check("float32")
     finally:
         ray.shutdown()
