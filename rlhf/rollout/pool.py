@@ -40,7 +40,6 @@ class _Job:
     request: GenerationRequest
     prompt_id: str
     answer: asyncio.Future[tuple[Completion, Any]]
-    attempt: int = 0
     task: asyncio.Task[None] | None = None
 
 
@@ -163,14 +162,13 @@ class RolloutPool:
         self._pumping = False
         for assignment in self._router.dispatch():
             job = self._jobs[assignment.request_id]
-            job.attempt = assignment.attempt
             job.task = asyncio.ensure_future(self._attempt(job, assignment))
-            # A moment later, so that by the router's clock the deadline has passed as well.
-            asyncio.get_running_loop().call_later(self._deadline_s + 0.01, self._check_deadlines)
 
     async def _attempt(self, job: _Job, assignment: Assignment) -> None:
         engine, request_id = assignment.engine, assignment.request_id
         what = f"rollout: request {request_id} on engine {engine}"
+        # A moment later, so that by the router's clock the deadline has passed as well.
+        deadline = asyncio.get_running_loop().call_later(self._deadline_s + 0.01, self._check_deadlines)
         self.activity.begin(engine)
         try:
             header, columns = self._handles[engine].generate.options(num_returns=2).remote(job.request)
@@ -186,6 +184,7 @@ class RolloutPool:
             job.answer.set_result((completion, columns))
             self._pump_soon()
         finally:
+            deadline.cancel()
             self.activity.end(engine)
 
     def _failed(self, job: _Job, assignment: Assignment, error: Exception) -> None:

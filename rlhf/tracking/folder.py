@@ -65,7 +65,7 @@ class RunFolder:
     @staticmethod
     def check(run: RunConfig) -> None:
         """Raise what `open` would raise because of a folder that exists; changes nothing."""
-        path = run.dir.expanduser().resolve() / run.name
+        path = RunFolder.place(run).path
         if path.exists():
             _check_usable(path, run)
 
@@ -77,7 +77,7 @@ class RunFolder:
         by a process that runs now), `RunFolderError` when the folder can't be made, or is to be resumed or replaced
         and isn't a run's.
         """
-        path = run.dir.expanduser().resolve() / run.name
+        path = RunFolder.place(run).path
         with explain_write(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:

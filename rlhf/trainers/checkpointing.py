@@ -35,6 +35,7 @@ from rlhf.checkpoint.manifest import MANIFEST, plain_config
 from rlhf.cluster.preflight import Refused
 from rlhf.config import dump_config
 from rlhf.config.schema import Config
+from rlhf.tracking.folder import RunFolder
 from rlhf.tracking.spans import now, span
 from rlhf.trainers.roles import Roles
 from rlhf.trainers.versions import installed_versions
@@ -184,8 +185,8 @@ class FrozenModels:
 
 def open_store(config: Config) -> CheckpointStore:
     """The store in the run's folder, which need not be there yet."""
-    folder = config.run.dir.expanduser().resolve() / config.run.name
-    return CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best)
+    folder, settings = RunFolder.place(config.run), config.checkpoint
+    return CheckpointStore(folder.checkpoints, keep=settings.keep, keep_best=settings.keep_best)
 
 
 def choose_checkpoint(config: Config, store: CheckpointStore, say: Callable[[str], None]) -> Checkpoint | None:
