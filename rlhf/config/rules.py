@@ -27,7 +27,7 @@ def check(config: Config) -> list[Problem]:
 
 
 def deterministic_is_possible(config: Config) -> Iterator[Problem]:
-    """`run.deterministic` needs `model.dtype: float32`, a CPU and one engine."""
+    """`run.deterministic` needs `model.dtype: float32` and a CPU, and neither stop strings nor dynamic sampling."""
     if not config.run.deterministic:
         return
     if config.model.dtype != "float32":
@@ -44,12 +44,20 @@ def deterministic_is_possible(config: Config) -> Iterator[Problem]:
             "run.deterministic promises results that repeat bit for bit, and that is kept on CPU only",
             "Set placement.device: cpu, or run.deterministic: false",
         )
-    if config.rollout.engines > 1:
+    if config.rollout.sampling.stop:
         yield problem(
             config,
-            "rollout.engines",
-            "run.deterministic needs one engine: with several, timing decides which of them samples what",
-            "Set rollout.engines: 1, or run.deterministic: false",
+            "rollout.sampling.stop",
+            "with run.deterministic responses end by their ids: a stop string is found outside of vLLM's loop, and "
+            "when it is found decides what is computed together",
+            "Use rollout.sampling.stop_token_ids, or set run.deterministic: false",
+        )
+    if config.rollout.dynamic_sampling.enabled:
+        yield problem(
+            config,
+            "rollout.dynamic_sampling.enabled",
+            "with run.deterministic all of a step is generated together, and not some of it later in place of others",
+            "Set it to false, or run.deterministic: false",
         )
 
 

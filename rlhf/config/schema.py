@@ -56,7 +56,8 @@ class RunConfig(Section):
     steps: PositiveInt = Field(default=20, description="Optimizer steps; one step trains on one batch of groups.")
     deterministic: bool = Field(
         default=False,
-        description="Bit-for-bit repeatable on CPU: one thread, no prefix caching, float32 required. Slower.",
+        description="Bit-for-bit repeatable on CPU: float32, one thread, no prefix caching, and an engine computes the "
+        "same samples together whatever the timing. Slower.",
     )
     if_exists: Literal["refuse", "resume", "replace"] = Field(
         default="refuse",

@@ -17,6 +17,7 @@ from typing import Any
 
 from rlhf.rollout.masks import IncompleteSupport, SampledLogprobs, early_stop_mask, support_mask
 from rlhf.rollout.plugin import ACTOR_PID_VARIABLE
+from rlhf.rollout.turns import Turns
 from rlhf.rollout.types import SLOTS_PER_ENGINE, Completion, EngineSpec, GenerationRequest, SampleFault, Sampling
 from rlhf.tracking.spans import Span, SpanRecorder, now
 from rlhf.trajectories import Columns, FinishReason, SamplingMask
@@ -58,6 +59,7 @@ class RolloutEngine:
         self._death: asyncio.Future[None]
         self._recorder = SpanRecorder("rollout")
         self._running: dict[str, asyncio.Task[Any]] = {}
+        self._turns = Turns()
         self._active = 0
         self._busy_since = 0.0
 
@@ -73,6 +75,8 @@ class RolloutEngine:
         self._stop_ids = stop_ids(self._llm)
         self._vocabulary = self._llm.model_config.get_vocab_size()
         self._death = asyncio.ensure_future(self.watch())
+        if self.spec.deterministic:
+            self._add_in_turn()
         return self.spec.tensor_parallel
 
     async def generate(self, request: GenerationRequest) -> tuple[Completion, Columns]:
@@ -93,8 +97,31 @@ class RolloutEngine:
         finally:
             self._leave()
 
+    async def announce(self, request_ids: Sequence[str]) -> None:
+        """Begin these requests together, in this order, whatever order they come in; for deterministic engines.
+
+        Nothing is computed until the last of them is there: what vLLM computes at a time decides how sums are rounded.
+        """
+        async with self._turns.batch(request_ids) as batch:
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            try:
+                await batch.complete()
+            finally:
+                await self._llm.resume_generation()
+
+    def _add_in_turn(self) -> None:
+        """Let vLLM take in announced requests in their order; its own way there leads through threads."""
+        add_request = self._llm.add_request
+
+        async def add_in_turn(request_id: str, *args: Any, **kwargs: Any) -> Any:
+            async with self._turns.turn(request_id):
+                return await add_request(request_id, *args, **kwargs)
+
+        self._llm.add_request = add_in_turn
+
     async def abort(self, request_id: str) -> None:
         """Give up a request, wherever it stands; nobody waits for its answer any more. Unknown ones are ignored."""
+        self._turns.skip(request_id)
         task = self._running.get(request_id)
         if task is not None:
             task.cancel()

@@ -9,6 +9,7 @@ Invariants
 - A lost engine's work goes to the others at once. It is started again while it has restarts left, then it is retired.
 - An engine that is stuck, in a sync or by its probes, is treated as lost, and nobody waits for it twice.
 - The run goes on while an engine serves or is on its way to; when none is, everything that waits ends with the reason.
+  A deterministic run needs all of them, since each has samples of its own.
 - One sync at a time; a restart never disturbs one.
 """
 
@@ -72,6 +73,7 @@ class Fleet:
         self._weights = weights
         self._pool = pool
         self._rollout = config.rollout
+        self._needs_every_engine = config.run.deterministic
         self._start_deadline_s = start_deadline_s
         self._say = say
         self.health = FleetHealth(len(group), max_restarts=config.fault_tolerance.max_restarts)
@@ -192,6 +194,8 @@ class Fleet:
         self._say(f"rollout engine {engine} has no restart left; {len(self.health.alive())} engine(s) go on")
         if self.health.hopeless:
             self._pool.give_up(self._nobody_left())
+        elif self._needs_every_engine:
+            self._pool.give_up(self._one_is_missing(engine))
         self._news.set()
 
     async def _bring_back(self, engine: int) -> None:
@@ -206,6 +210,12 @@ class Fleet:
             await self._weights.admit({engine: self._group.handles[engine]}, {engine: self._workers[engine]})
             if await self._transaction([engine]) is None:
                 raise RolloutFailed(f"rollout engine {engine} failed its first sync: {self._reasons[engine]}")
+
+    def _one_is_missing(self, engine: int) -> RolloutFailed:
+        return RolloutFailed(
+            f"rollout: engine {engine} is lost, and with run.deterministic its samples are no other engine's: "
+            f"{self._reasons[engine]}. Raise fault_tolerance.max_restarts to have it started again"
+        )
 
     def _nobody_left(self) -> RolloutFailed:
         reasons = "\n".join(f"engine {engine}: {reason}" for engine, reason in sorted(self._reasons.items()))

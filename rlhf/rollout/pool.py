@@ -16,6 +16,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -46,7 +47,9 @@ class _Job:
 class RolloutPool:
     """Engines behind one interface: `open` and `lose` say which there are, `on_outcome` is told how requests end.
 
-    `engines` are actor handles (or anything with the same methods) that serve from the start.
+    `engines` are actor handles (or anything with the same methods) that serve from the start. With `static_engines`
+    group g goes to engine g modulo that number and to no other, and all that an engine is given at a time begins
+    together, in one order: for runs that repeat bit for bit.
     """
 
     def __init__(
@@ -58,15 +61,17 @@ class RolloutPool:
         slots: int = SLOTS_PER_ENGINE,
         attempts: int = 3,
         on_error: Literal["raise", "drop"] = "raise",
-        learn_lengths: bool = True,
+        static_engines: int | None = None,
     ) -> None:
         self._run_seed = run_seed
         self._deadline_s = deadline_s
         self._attempts = attempts
-        self._slots = slots
+        self._static_engines = static_engines
+        # What begins together can't wait for free places; vLLM queues it.
+        self._slots = slots = slots if static_engines is None else sys.maxsize
         self._on_error = on_error
         self._router = Router(slots=slots, attempts=attempts, deadline_s=deadline_s, clock=now)
-        self.lengths = LengthModel(enabled=learn_lengths)
+        self.lengths = LengthModel(enabled=static_engines is None)
         self._handles: dict[int, Any] = {}
         self._jobs: dict[str, _Job] = {}
         self._hopeless: BaseException | None = None
@@ -111,12 +116,12 @@ class RolloutPool:
     # One request
 
     async def generate(
-        self, request: GenerationRequest, *, prompt_id: str = "", group: Any = None
+        self, request: GenerationRequest, *, prompt_id: str = "", group: Any = None, engine: int | None = None
     ) -> tuple[Completion, Any]:
         """One response: its header, and the reference to its columns.
 
-        Samples of one `group` stay together where that lets an engine share their prompt's KV. Raises `SampleFault`,
-        or `RolloutFailed` when engines failed it too often.
+        Samples of one `group` stay together where that lets an engine share their prompt's KV. With `engine` the
+        request waits for that one. Raises `SampleFault`, or `RolloutFailed` when engines failed it too often.
         """
         if self._hopeless is not None:
             raise self._hopeless
@@ -128,6 +133,7 @@ class RolloutPool:
             group=request_id if group is None else group,
             prompt_tokens=len(request.prompt_ids),
             expected_tokens=self.lengths.expect(prompt_id, request.sampling.max_new_tokens),
+            engine=engine,
         )
         self._jobs[request_id] = job
         patience = self._patience()
@@ -136,10 +142,10 @@ class RolloutPool:
             return await wait(job.answer, what=f"rollout: request {request_id}", deadline_s=patience)
         finally:
             del self._jobs[request_id]
-            engine = self._router.withdraw(request_id)
+            had_by = self._router.withdraw(request_id)
             self._take_back(job)
-            if engine is not None:
-                self._abort(engine, request_id)
+            if had_by is not None:
+                self._abort(had_by, request_id)
                 self._pump_soon()
 
     def _patience(self) -> float:
@@ -160,7 +166,12 @@ class RolloutPool:
     def _pump(self) -> None:
         """Send what the router finds a place for."""
         self._pumping = False
-        for assignment in self._router.dispatch():
+        assignments = self._router.dispatch()
+        if self._static_engines is not None:
+            for engine in sorted({assignment.engine for assignment in assignments}):
+                batch = [assignment.request_id for assignment in assignments if assignment.engine == engine]
+                self._handles[engine].announce.remote(batch)
+        for assignment in assignments:
             job = self._jobs[assignment.request_id]
             job.task = asyncio.ensure_future(self._attempt(job, assignment))
 
@@ -271,9 +282,10 @@ class RolloutPool:
             sampling=sampling,
             seed=sample_seed(self._run_seed, draw.draw_index, index, purpose),
         )
+        engine = None if self._static_engines is None else draw.draw_index % self._static_engines
         try:
             completion, columns = await self.generate(
-                request, prompt_id=draw.prompt.prompt_id, group=(purpose, draw.draw_index)
+                request, prompt_id=draw.prompt.prompt_id, group=(purpose, draw.draw_index), engine=engine
             )
         except (SampleFault, RolloutFailed) as error:
             if self._on_error == "raise" or error is self._hopeless:

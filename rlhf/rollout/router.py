@@ -13,6 +13,7 @@ Invariants (each has a test)
   a free slot; else that least loaded one (ties: lowest index), which becomes the engine of the siblings.
 - Spreading: while more open engines idle than other groups wait, it is the least loaded one, which becomes a further
   engine of the siblings; later samples take turns on these.
+- A request that was submitted for one engine goes to that engine alone, in the order of submission.
 - A retried request goes to another engine than the one that failed it, where one has a free slot.
 - After `attempts` dispatches a request is not tried again.
 - A decision costs O(log engines + log waiting): heaps whose outdated entries are dropped when they come up.
@@ -82,6 +83,7 @@ class _Request:
     order: int
     prompt_tokens: int
     expected_tokens: float
+    pinned: int | None = None  # the only engine that it may go to
     waiting: bool = False
     attempts: int = 0
     engine: _Engine | None = None  # that has it, or had it last
@@ -108,6 +110,7 @@ class Router:
         self._groups: dict[Hashable, _Group] = {}
         self._engines: dict[int, _Engine] = {}
         self._queue: list[tuple[int, tuple[float, int], int, _Request]] = []
+        self._pinned: dict[int, dict[int, _Request]] = {}  # engine -> order -> what waits for it
         self._free: list[tuple[float, int, int]] = []  # tokens, index, version of open engines with a free slot
         self._idle = 0
         self._waiting_groups = 0
@@ -140,8 +143,16 @@ class Router:
 
     # --- requests ---
 
-    def submit(self, request_id: str, *, group: Hashable, prompt_tokens: int, expected_tokens: float) -> None:
-        """Queue a request. An expectation below one token counts as one.
+    def submit(
+        self,
+        request_id: str,
+        *,
+        group: Hashable,
+        prompt_tokens: int,
+        expected_tokens: float,
+        engine: int | None = None,
+    ) -> None:
+        """Queue a request; with `engine` it waits for that one. An expectation below one token counts as one.
 
         Raises ValueError when the id is known already, and for lengths that are negative or not finite.
         """
@@ -158,22 +169,31 @@ class Router:
         shared = siblings.members > 0 and prompt_tokens >= SHARED_PROMPT_TOKENS
         siblings.tokens += expected if shared else prompt_tokens + expected
         siblings.members += 1
-        request = _Request(request_id, siblings, order, prompt_tokens, expected)
+        request = _Request(request_id, siblings, order, prompt_tokens, expected, engine)
         self._requests[request_id] = request
         self._enqueue(request)
 
     def dispatch(self) -> list[Assignment]:
         """Give as many waiting requests to engines as fit now, and return them in that order."""
-        assigned = []
+        assigned = self._dispatch_pinned()
         while (request := self._first_waiting()) is not None:
             least = self._least_loaded(request)
             if least is None:
                 break
             engine = self._choose(request, least)
             heapq.heappop(self._queue)
-            self._dequeue(request)
-            self._assign(request, engine)
-            assigned.append(Assignment(request.request_id, engine.index, request.attempts))
+            assigned.append(self._assign(request, engine))
+        return assigned
+
+    def _dispatch_pinned(self) -> list[Assignment]:
+        """Give the engines what waits for them, in the order of submission."""
+        assigned = []
+        for index, waiting in self._pinned.items():
+            engine = self._engines.get(index)
+            for order in sorted(waiting):
+                if engine is None or not self._has_room(engine):
+                    break
+                assigned.append(self._assign(waiting[order], engine))
         return assigned
 
     def finish(self, request_id: str) -> None:
@@ -299,14 +319,20 @@ class Router:
 
     def _enqueue(self, request: _Request) -> None:
         request.waiting = True
+        if request.pinned is not None:
+            self._pinned.setdefault(request.pinned, {})[request.order] = request
+            return
         self._waiting_groups += request.group.waiting == 0
         request.group.waiting += 1
         fresh = 0 if request.attempts else 1
         heapq.heappush(self._queue, (fresh, request.group.rank, request.order, request))
 
     def _dequeue(self, request: _Request) -> None:
-        """The request waits no more; its entry is removed by the caller, or outdated."""
+        """The request waits no more; its entry in the heap is removed by the caller, or outdated."""
         request.waiting = False
+        if request.pinned is not None:
+            del self._pinned[request.pinned][request.order]
+            return
         request.group.waiting -= 1
         self._waiting_groups -= request.group.waiting == 0
 
@@ -317,7 +343,8 @@ class Router:
 
     # --- from queue to engine and back ---
 
-    def _assign(self, request: _Request, engine: _Engine) -> None:
+    def _assign(self, request: _Request, engine: _Engine) -> Assignment:
+        self._dequeue(request)
         siblings = request.group.outstanding
         shared = engine.index in siblings and request.prompt_tokens >= SHARED_PROMPT_TOKENS
         request.charge = request.expected_tokens if shared else request.prompt_tokens + request.expected_tokens
@@ -329,6 +356,7 @@ class Router:
         engine.tokens += request.charge
         self._outstanding[request.request_id] = request
         self._engine_changed(engine)
+        return Assignment(request.request_id, engine.index, request.attempts)
 
     def _take_back(self, request: _Request) -> None:
         engine, siblings = request.engine, request.group.outstanding

@@ -72,7 +72,7 @@ class Roles:
             deadline_s=rollout.deadline_s,
             attempts=rollout.attempts,
             on_error=rollout.on_error,
-            learn_lengths=not config.run.deterministic,
+            static_engines=rollout.engines if config.run.deterministic else None,
         )
         sender = WeightSync(
             self._policy,

@@ -18,11 +18,19 @@ def test_the_catalogue_has_every_reward_function_that_is_built_in() -> None:
 
 
 def test_deterministic_runs_need_float32_and_a_cpu() -> None:
-    found = refusals({"run.deterministic": True, "placement.device": "cuda", "rollout.engines": 2})
-    assert "one engine" in found["rollout.engines"]
+    found = refusals({"run.deterministic": True, "placement.device": "cuda"})
     assert "float32" in found["model.dtype"]
     assert "CPU" in found["placement.device"]
-    assert build({"run.deterministic": True, "model.dtype": "float32"}).run.deterministic
+    assert build({"run.deterministic": True, "model.dtype": "float32", "rollout.engines": 2}).run.deterministic
+
+
+def test_what_timing_decides_is_refused_in_deterministic_runs() -> None:
+    deterministic = {"run.deterministic": True, "model.dtype": "float32"}
+    stop = "rollout.sampling.stop"
+    assert "outside of vLLM's loop" in refusals({**deterministic, stop: ["###"]})[stop]
+    assert build({**deterministic, f"{stop}_token_ids": [5]}).run.deterministic
+    key = "rollout.dynamic_sampling.enabled"
+    assert "generated together" in refusals({**deterministic, key: True})[key]
 
 
 def test_a_warm_up_ends_before_the_run() -> None:

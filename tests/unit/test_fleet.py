@@ -130,6 +130,15 @@ async def test_a_lost_engine_without_restarts_is_retired_and_the_others_go_on():
         assert bench.fleet.metrics() == {"fleet/serving": 1, "fleet/lost": 1, "fleet/retries": 0}
 
 
+async def test_a_deterministic_run_ends_with_the_first_engine_that_does_not_come_back():
+    async with Bench(**{"run.deterministic": True, "model.dtype": "float32"}) as bench:
+        await bench.fleet.sync()
+        bench.group.on_lost(1, RuntimeError("killed by SIGKILL"))
+        await bench.until(lambda: bench.state(1) == "retired")
+        with pytest.raises(RolloutFailed, match=r"engine 1 is lost.*killed by SIGKILL.*max_restarts"):
+            await bench.engines_used()
+
+
 async def test_a_lost_engine_is_started_again_synced_alone_and_serves_only_then():
     async with Bench(**{"fault_tolerance.max_restarts": 1}) as bench:
         await bench.fleet.sync()

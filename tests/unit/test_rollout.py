@@ -30,7 +30,8 @@ class ScriptedEngine:
     def __init__(self, index, delay=lambda request: 0.0, fail=None):
         self.index, self.delay, self.fail, self.held, self.most = index, delay, fail, 0, 0
         self.generate = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._remote))
-        self.aborted, self.requests = [], []
+        self.aborted, self.requests, self.batches = [], [], []
+        self.announce = SimpleNamespace(remote=self.batches.append)
         self.abort = SimpleNamespace(remote=self.aborted.append)
 
     def _remote(self, request):
@@ -325,3 +326,28 @@ def test_training_samples_as_the_configuration_says_and_its_engines_list_enough_
     assert Sampling.for_training(config) == Sampling(1.0, 0.9, 40, (), 24, 3)
     spec = EngineSpec.from_config(config, 0, device="cpu", weight_backend="gloo")
     assert spec.max_logprobs == engine_arguments(spec)["max_logprobs"] == 60
+
+
+async def test_static_assignment_goes_by_the_group_alone_and_announces_what_begins_together():
+    # Engine 0 is slow and has half of the groups all the same; the one with two slots has all of its samples at once.
+    engines = [ScriptedEngine(0, lambda request: 0.05), ScriptedEngine(1)]
+    pool = RolloutPool(engines, run_seed=1, deadline_s=5, slots=2, static_engines=2)
+    groups = await collect(pool, 5, 2)
+    assert {(t.group_id, t.engine) for g in groups for t in g.trajectories} == {(0, 0), (1, 1), (2, 0), (3, 1), (4, 0)}
+    assert engines[0].batches == [[f"train-{group}-{sample}" for group in (0, 2, 4) for sample in (0, 1)]]
+    assert engines[1].batches == [[f"train-{group}-{sample}" for group in (1, 3) for sample in (0, 1)]]
+    assert engines[0].requests == engines[0].batches[0]
+
+
+async def test_what_a_lost_engine_had_waits_for_it_under_static_assignment():
+    doomed, other = ScriptedEngine(0, lambda request: 0.2), ScriptedEngine(1)
+    pool = RolloutPool([doomed, other], run_seed=1, deadline_s=5, static_engines=2)
+    collecting = asyncio.ensure_future(collect(pool, 4, 1))
+    await asyncio.sleep(0.05)
+    pool.lose(0, RuntimeError("killed"))
+    again = ScriptedEngine(0)
+    await asyncio.sleep(0.02)
+    assert not collecting.done()
+    pool.open(0, again)
+    assert sorted((g.group_id, g.trajectories[0].engine) for g in await collecting) == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert again.batches == [["train-0-0", "train-2-0"]]

@@ -44,6 +44,23 @@ def _order(assignments: list[Assignment]) -> str:
     return "".join(assignment.request_id for assignment in assignments)
 
 
+# --- requests for one engine ---
+
+
+def test_a_request_for_one_engine_waits_for_it_while_others_are_free() -> None:
+    router = _router(engines=[0])
+    for request_id, engine in (("a", 1), ("b", 0), ("c", 1)):
+        router.submit(request_id, group=request_id, prompt_tokens=0, expected_tokens=10, engine=engine)
+    assert _engines(router.dispatch()) == {"b": 0}
+    router.open(1)
+    assert _order(router.dispatch()) == "ac"
+    # Lost and back again: they are still that engine's, in the same order.
+    assert router.lose(1).retried == ("a", "c")
+    assert router.dispatch() == []
+    router.open(1)
+    assert _engines(router.dispatch()) == {"a": 1, "c": 1}
+
+
 # --- order ---
 
 
@@ -396,8 +413,8 @@ SLOTS, ATTEMPTS, DEADLINE_S, ENGINES = 3, 3, 30.0, 4
 
 
 class _Sample:
-    def __init__(self, name: str, group: _Siblings, order: int, expected: float) -> None:
-        self.name, self.group, self.order, self.expected = name, group, order, expected
+    def __init__(self, name: str, group: _Siblings, order: int, expected: float, pinned: int | None) -> None:
+        self.name, self.group, self.order, self.expected, self.pinned = name, group, order, expected, pinned
         self.attempts, self.since, self.charge = 0, 0.0, 0.0
         self.engine: int | None = None
         self.failed_on: int | None = None
@@ -450,7 +467,13 @@ class RouterAgainstScan(RuleBasedStateMachine):
     def _predict(self) -> Assignment | None:
         """The next assignment by the rules, and its effect."""
         room = [engine for engine in sorted(self.opened) if len(self._at(engine)) < SLOTS]
-        waiting = self._waiting()
+        own = [sample for sample in self._waiting() if sample.pinned in room]
+        if own:
+            # Which engine's come first is of no consequence, since each has them in its own order.
+            sample = min(own, key=lambda s: s.order)
+            assert sample.pinned is not None
+            return self._assign(sample, sample.pinned)
+        waiting = [sample for sample in self._waiting() if sample.pinned is None]
         if not room or not waiting:
             return None
         sample = min(waiting, key=lambda s: (s.attempts == 0, s.group.rank, s.order))
@@ -471,6 +494,10 @@ class RouterAgainstScan(RuleBasedStateMachine):
             group.turns = [*group.turns[1:], engine]
         else:
             engine, group.turns = least, [least]
+        return self._assign(sample, engine)
+
+    def _assign(self, sample: _Sample, engine: int) -> Assignment:
+        group = sample.group
         shared = group.prompt >= 32 and any(s.group is group for s in self._at(engine))
         sample.charge = sample.expected + (0 if shared else group.prompt)
         sample.engine, sample.since = engine, self.clock.now
@@ -482,16 +509,17 @@ class RouterAgainstScan(RuleBasedStateMachine):
         prompt=st.sampled_from([0, 31, 32, 64]),
         expected=st.sampled_from([1.0, 7.5, 20.0, 64.0]),
         count=st.integers(1, 5),
+        pinned=st.sampled_from([None, None, None, *range(ENGINES)]),
     )
-    def submit(self, key: int, prompt: int, expected: float, count: int) -> None:
+    def submit(self, key: int, prompt: int, expected: float, count: int, pinned: int | None) -> None:
         for _ in range(count):
             order, name = self.submitted, f"r{self.submitted}"
             self.submitted += 1
             group = self.groups.setdefault(key, _Siblings(prompt, (-expected, order)))
             group.tokens += expected + (0 if group.members and group.prompt >= 32 else group.prompt)
             group.members += 1
-            self.samples[name] = _Sample(name, group, order, expected)
-            self.router.submit(name, group=key, prompt_tokens=group.prompt, expected_tokens=expected)
+            self.samples[name] = _Sample(name, group, order, expected, pinned)
+            self.router.submit(name, group=key, prompt_tokens=group.prompt, expected_tokens=expected, engine=pinned)
 
     @rule(engine=st.integers(0, ENGINES - 1))
     def open(self, engine: int) -> None:
@@ -518,7 +546,9 @@ class RouterAgainstScan(RuleBasedStateMachine):
         predicted = []
         while (assignment := self._predict()) is not None:
             predicted.append(assignment)
-        assert assigned == predicted
+        assert len(assigned) == len(predicted)
+        for engine in range(ENGINES):
+            assert [a for a in assigned if a.engine == engine] == [a for a in predicted if a.engine == engine]
 
     @precondition(lambda self: self._out())
     @rule(data=st.data())
