@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
@@ -20,11 +21,14 @@ from rlhf.cluster.session import Session, open_session
 from rlhf.cluster.wait import set_explainer
 from rlhf.config import Config, config_from_dict
 from rlhf.learners.learner import Learner
+from rlhf.rollout.fleet import Fleet
+from rlhf.trainers.checkpointing import Checkpointer, open_store
 from rlhf.trainers.checks import open_journal
 from rlhf.trainers.ppo import _Run
 from rlhf.trainers.prompts import RunPrompts
 from rlhf.trainers.roles import Roles, start_roles
-from rlhf.weights.source import LearnerSource
+
+log = logging.getLogger(__name__)
 
 Sections = Mapping[str, Mapping[str, Any]]
 Metrics = list[dict[str, Any]]
@@ -79,8 +83,10 @@ class Driver:
         self._runs = runs
         self._runner = runner
         self._session = session
-        names = ("policy", "critic", "rollout", "reward", "recorder")
+        names = ("policy", "critic", "reward", "recorder")
         self._groups: dict[str, ActorGroup] = {name: getattr(roles, f"_{name}") for name in names}
+        rollout: Any = roles.fleet._group
+        self._groups["rollout"] = rollout
 
     @staticmethod
     @contextmanager
@@ -93,6 +99,7 @@ class Driver:
             session = await stack.enter_async_context(open_session(config, ModelShapes.of(config)))
             journal = stack.enter_context(open_journal(config))
             roles = await stack.enter_async_context(start_roles(config, session, journal.folder, {}, {}, journal.note))
+            await part(roles.fleet)
             return Driver(model, runs, runner, session, roles)
 
         with asyncio.Runner() as runner:
@@ -111,21 +118,36 @@ class Driver:
         groups = {role: group for role, group in self._groups.items() if role != "critic" or needs_critic(config)}
         for role in groups.keys() & {"policy", "critic"}:
             await groups[role].call("__ray_call__", start_again, config, what=f"a fresh {role}", deadline_s=CALL_S)
-        roles = Roles(config, self._session, groups, extra_functions=0)
-        with open_journal(config) as journal:
-            await roles.guard(_Run(config, RunPrompts.load(config), journal, roles).train())
+        roles = Roles(config, self._session, groups, 0, log.warning)
+        checkpoints = Checkpointer(config, open_store(config), roles, log.warning)
+        roles.fleet._workers = {0: 1}
+        await roles.fleet.join()
+        try:
+            with open_journal(config) as journal:
+                run = _Run(config, RunPrompts.load(config), journal, roles, checkpoints)
+                await roles.guard(run.train(None))
+        finally:
+            await part(roles.fleet)
         return [json.loads(line) for line in journal.folder.metrics_jsonl.read_text(encoding="utf-8").splitlines()]
+
+
+async def part(fleet: Fleet) -> None:
+    """Let a fleet's engines go to the next one: they serve nobody, and are in no transfer group."""
+    await fleet.close()
+    for engine in fleet.engines:
+        await fleet._group.call_rank(engine, "begin_sync", "drain", what="the end of a run", deadline_s=CALL_S)
+    await fleet._weights.remove(fleet.engines)
 
 
 def start_again(learner: Learner, config: Config) -> None:
     """In a learner's process: load the model and make the optimizer again, as the configuration of a new run says.
 
-    The process stays in its process group and, for the policy, in the transfer group with the engine, whose sender is
-    shown the new weights.
+    The process stays in its process group; a policy that has been in a transfer group leaves it.
     """
-    learner._config = config
-    learner.setup(("", 0))  # no address: there is a process group already
     sender: Any = getattr(learner, "_sender", None)
     if sender is not None:
-        recorded = sender._source
-        recorded._source = LearnerSource(learner, recorded._source._wire_dtype)  # type: ignore[arg-type]
+        for epoch in list(sender._epochs):
+            sender.leave(epoch)
+        learner._sender = None  # type: ignore[attr-defined]
+    learner._config, learner._version = config, 0
+    learner.setup(("", 0))  # no address: there is a process group already
