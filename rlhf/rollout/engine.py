@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf.rollout.masks import IncompleteSupport, SampledLogprobs, early_stop_mask, support_mask
 from rlhf.rollout.plugin import ACTOR_PID_VARIABLE
-from rlhf.rollout.turns import Turns
+from rlhf.rollout.turns import Batch, Turns
 from rlhf.rollout.types import SLOTS_PER_ENGINE, Completion, EngineSpec, GenerationRequest, SampleFault, Sampling
 from rlhf.tracking.spans import Span, SpanRecorder, now
 from rlhf.trajectories import Columns, FinishReason, SamplingMask
@@ -60,6 +60,7 @@ class RolloutEngine:
         self._recorder = SpanRecorder("rollout")
         self._running: dict[str, asyncio.Task[Any]] = {}
         self._turns = Turns()
+        self._beginning: set[asyncio.Task[None]] = set()
         self._active = 0
         self._busy_since = 0.0
 
@@ -98,11 +99,17 @@ class RolloutEngine:
             self._leave()
 
     async def announce(self, request_ids: Sequence[str]) -> None:
-        """Begin these requests together, in this order, whatever order they come in; for deterministic engines.
+        """Have these requests, which may come once this has returned, begin together and in this order.
 
         Nothing is computed until the last of them is there: what vLLM computes at a time decides how sums are rounded.
+        For deterministic engines.
         """
-        async with self._turns.batch(request_ids) as batch:
+        beginning = asyncio.ensure_future(self._begin(self._turns.announce(request_ids)))
+        self._beginning.add(beginning)
+        beginning.add_done_callback(self._beginning.discard)
+
+    async def _begin(self, batch: Batch) -> None:
+        async with self._turns.alone(batch):
             await self._llm.pause_generation(mode="keep", clear_cache=False)
             try:
                 await batch.complete()

@@ -167,21 +167,30 @@ class RolloutPool:
         """Send what the router finds a place for."""
         self._pumping = False
         assignments = self._router.dispatch()
-        if self._static_engines is not None:
-            for engine in sorted({assignment.engine for assignment in assignments}):
-                batch = [assignment.request_id for assignment in assignments if assignment.engine == engine]
-                self._handles[engine].announce.remote(batch)
+        announced = self._announce(assignments) if self._static_engines is not None else {}
         for assignment in assignments:
             job = self._jobs[assignment.request_id]
-            job.task = asyncio.ensure_future(self._attempt(job, assignment))
+            job.task = asyncio.ensure_future(self._attempt(job, assignment, announced.get(assignment.engine)))
 
-    async def _attempt(self, job: _Job, assignment: Assignment) -> None:
+    def _announce(self, assignments: Sequence[Assignment]) -> dict[int, asyncio.Future[None]]:
+        """Tell each engine what it will have to begin together; by engine what to wait for before that is sent."""
+        announced = {}
+        for engine in sorted({assignment.engine for assignment in assignments}):
+            batch = [assignment.request_id for assignment in assignments if assignment.engine == engine]
+            call = self._handles[engine].announce.remote(batch)
+            what = f"rollout: {len(batch)} requests announced to engine {engine}"
+            announced[engine] = asyncio.ensure_future(wait(call, what=what, deadline_s=self._deadline_s))
+        return announced
+
+    async def _attempt(self, job: _Job, assignment: Assignment, announced: asyncio.Future[None] | None) -> None:
         engine, request_id = assignment.engine, assignment.request_id
         what = f"rollout: request {request_id} on engine {engine}"
         # A moment later, so that by the router's clock the deadline has passed as well.
         deadline = asyncio.get_running_loop().call_later(self._deadline_s + 0.01, self._check_deadlines)
         self.activity.begin(engine)
         try:
+            if announced is not None:
+                await asyncio.shield(announced)  # others wait for it too
             header, columns = self._handles[engine].generate.options(num_returns=2).remote(job.request)
             # The router has the deadline; this one is for a header that comes and a wait that doesn't end.
             completion = await wait(header, what=what, deadline_s=2 * self._deadline_s)
@@ -215,7 +224,9 @@ class RolloutPool:
         self._pump_soon()
 
     def _check_deadlines(self) -> None:
-        for assignment in self._router.overdue():
+        # Asked for anew each time: a failure can be the engine's last, and then it has none of the others any more.
+        while overdue := self._router.overdue():
+            assignment = overdue[0]
             job = self._jobs[assignment.request_id]
             what = f"rollout: request {assignment.request_id} on engine {assignment.engine}"
             self._take_back(job)

@@ -17,25 +17,26 @@ from contextlib import asynccontextmanager
 
 
 class Turns:
-    """The batches that were announced to one engine."""
+    """The batches that were announced to one engine. A request must not come before its announcement."""
 
     def __init__(self) -> None:
-        self._batches: dict[str, _Batch] = {}
+        self._batches: dict[str, Batch] = {}
         self._one_at_a_time = asyncio.Lock()
 
-    @asynccontextmanager
-    async def batch(self, request_ids: Iterable[str]) -> AsyncIterator[_Batch]:
-        """Announce a batch, and wait until those before it are complete; `await batch.complete()` lets it in.
-
-        Announced is at once, before anything is awaited. Raises ValueError for an id that waits for its turn already.
-        """
-        batch = _Batch(request_ids)
+    def announce(self, request_ids: Iterable[str]) -> Batch:
+        """Have these requests wait for their turn. Raises ValueError for one that does already."""
+        batch = Batch(request_ids)
         if twice := self._batches.keys() & batch.ahead.keys():
             raise ValueError(f"requests {sorted(twice)} were announced already")
         self._batches.update(dict.fromkeys(batch.ahead, batch))
+        return batch
+
+    @asynccontextmanager
+    async def alone(self, batch: Batch) -> AsyncIterator[None]:
+        """Wait until the batches before this one are complete; `await batch.complete()` then lets it in."""
         try:
             async with self._one_at_a_time:
-                yield batch
+                yield
         finally:
             # Whatever ended this, nobody may wait for a batch that will not be let in.
             for request_id in list(batch.ahead):
@@ -59,7 +60,7 @@ class Turns:
             batch.skip(request_id)
 
 
-class _Batch:
+class Batch:
     """Requests that have not come in yet, in their order, and who waits for a change of that."""
 
     def __init__(self, request_ids: Iterable[str]) -> None:

@@ -31,12 +31,18 @@ class ScriptedEngine:
         self.index, self.delay, self.fail, self.held, self.most = index, delay, fail, 0, 0
         self.generate = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._remote))
         self.aborted, self.requests, self.batches = [], [], []
-        self.announce = SimpleNamespace(remote=self.batches.append)
+        self.announce = SimpleNamespace(remote=self._announce)
         self.abort = SimpleNamespace(remote=self.aborted.append)
 
     def _remote(self, request):
         self.requests.append(request.request_id)
         return self._answer(request), ("columns", request.prompt_ids)
+
+    async def _announce(self, request_ids):
+        # Slow, as a call to another process is: what was announced may not come before this has returned.
+        await asyncio.sleep(0.01)
+        assert not set(request_ids) & set(self.requests)
+        self.batches.append(request_ids)
 
     async def _answer(self, request):
         self.held += 1
@@ -139,6 +145,17 @@ async def test_what_a_lost_engine_had_is_answered_by_the_others_once():
     samples = [(g.group_id, t.sample_index, t.engine) for g in groups for t in g.trajectories]
     assert sorted((g, s) for g, s, _ in samples) == [(g, s) for g in range(6) for s in range(4)]
     assert {engine for _, _, engine in samples} == {1}
+
+
+async def test_an_engine_that_is_lost_over_one_late_request_takes_the_other_late_ones_along():
+    # All are late at the same moment, and the first of them is the engine's last failure.
+    stuck, other = ScriptedEngine(0, lambda request: 3600), ScriptedEngine(1)
+    pool = RolloutPool([stuck], run_seed=1, deadline_s=0.05)
+    pool.on_outcome = lambda engine, error: pool.lose(engine, error) if error and engine == 0 else None
+    collecting = asyncio.ensure_future(collect(pool, 2, 2))
+    await asyncio.sleep(0.02)
+    pool.open(1, other)
+    assert {t.engine for g in await collecting for t in g.trajectories} == {1}
 
 
 async def test_requests_wait_while_no_engine_serves_and_go_on_with_the_first_that_does():

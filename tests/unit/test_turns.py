@@ -18,7 +18,8 @@ class Engine:
         self.seen: list[str] = []
 
     async def announce(self, ids: Sequence[str]) -> None:
-        async with self.turns.batch(ids) as batch:
+        batch = self.turns.announce(ids)
+        async with self.turns.alone(batch):
             self.seen.append("open")
             await batch.complete()
             self.seen.append("complete")
