@@ -81,11 +81,12 @@ class Learner(ABC):
 
         from rlhf.learners.ranks import Ranks
         from rlhf.learners.zero import ZeroEngine
-        from rlhf.models.distributed import join_process_group, set_up_compute
+        from rlhf.models.distributed import join_process_group, seed_random_streams, set_up_compute
 
         # Policy and critic compute at the same time.
         critics = self._config.critic.ranks if needs_critic(self._config) else 0
         set_up_compute(self._device, self._config.run.deterministic, self._config.policy.ranks + critics)
+        seed_random_streams(self._config.run.seed, self.role, self._rank)
         with span(f"{self.role}/setup"):
             join_process_group(self._rank, self._world_size, master, self._device, self.settings.deadline_s)
             device = torch.device(self._device)
