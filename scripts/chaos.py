@@ -16,6 +16,7 @@ The phases covered are printed; the JSON object is the last line. Exit code 0 on
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -26,29 +27,31 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow.parquet as pq
-import yaml
+from observed_run import LEFT_S, PATIENCE_S, REWARD, ROOT, Broken, ObservedRun, title
 from rich.console import Console
 from rich.table import Table
 
 from rlhf.checkpoint import CheckpointError, CheckpointStore
-from rlhf.cluster.process import trees
 
-ROOT = Path(__file__).resolve().parents[1]
 PROMPTS, SAMPLES = 4, 4
-PATIENCE_S = 600.0
-LEFT_S = 60.0
+# A moment may not come: so many kills are tried for each that is wanted.
+TRIES = 10
 console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
 
-class Lost(Exception):
-    """A promise was broken."""
+# How the processes of the victims begin to call themselves.
+TITLES = {
+    "policy": "ray::policy-0",
+    "reward": "ray::reward-0",
+    "engine": "ray::rollout-",
+    "engine_core": "VLLM::",
+}
 
 
 @dataclass(frozen=True)
@@ -60,120 +63,34 @@ class Kill:
 
 
 # Which victims make sense in which phase.
-KILLS = tuple(
-    Kill(phase, victim)
-    for phase, victims in {
-        "rollout": ("engine", "engine_core", "driver", "reward"),
-        "bucket": ("policy", "engine", "driver"),
-        "update": ("policy", "driver"),
-        "writing": ("policy", "driver"),
-        "renamed": ("driver",),
-    }.items()
-    for victim in victims
-)
+VICTIMS = {
+    "rollout": ("engine", "engine_core", "driver", "reward"),
+    "bucket": ("policy", "engine", "driver"),
+    "update": ("policy", "driver"),
+    "writing": ("policy", "driver"),
+    "renamed": ("driver",),
+}
 
 
-def length(samples: Sequence[Any]) -> list[float]:
-    """The reward of this run: it differs between the samples of a random model."""
-    return [len(sample.response) / 100 for sample in samples]
+def plan(dice: random.Random) -> Iterator[Kill]:
+    """Kills without end: each phase comes by once before one comes again, its victims in turn."""
+    turns = {phase: itertools.cycle(dice.sample(victims, len(victims))) for phase, victims in VICTIMS.items()}
+    while True:
+        yield from (Kill(phase, next(turns[phase])) for phase in dice.sample(list(VICTIMS), len(VICTIMS)))
 
 
-class Run:
-    """The command, started as often as its driver is killed, and its folder."""
-
-    def __init__(self, folder: Path, model: Path, seed: int) -> None:
-        self.folder = folder / "runs" / "chaos"
-        self._work = folder
-        self._file = folder / "chaos.yaml"
-        self._file.write_text(yaml.safe_dump(configuration(folder, model, seed)))
-        self._log = (folder / "chaos.log").open("ab")
-        self.pids: set[int] = set()
-        self.start()
-
-    def start(self, *overrides: str) -> None:
-        """Start the command, or start it again."""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "rlhf.train", "--config", str(self._file), *overrides],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            cwd=self._work,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
-        )
-
-    def lines(self) -> list[dict[str, Any]]:
-        """`metrics.jsonl` so far, without a torn last line."""
-        file = self.folder / "metrics.jsonl"
-        text = file.read_text() if file.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-    def done(self) -> int:
-        """The last step that was written down."""
-        lines = self.lines()
-        return int(lines[-1]["step"]) if lines else 0
-
-    def observe(self) -> list[psutil.Process]:
-        """Processes of the run; remembers them."""
-        found = trees([self.process.pid])
-        self.pids |= {process.pid for process in found}
-        return found
-
-    def until(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait for `ready()`, or raise `Lost` when the command ends before or takes too long."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not ready():
-            self.observe()
-            if self.process.poll() is not None:
-                raise Lost(f"{what}: the command ended with {self.process.returncode}\n{self.tail()}")
-            if time.monotonic() > deadline:
-                raise Lost(f"{what}: not after {PATIENCE_S:g} s\n{self.tail()}")
-            time.sleep(0.2)
-
-    def tail(self) -> str:
-        """The last lines of what the command said."""
-        return "\n".join((self._work / "chaos.log").read_text(errors="replace").splitlines()[-25:])
-
-    def find(self, victim: str) -> int | None:
-        """Pid of a victim; None while there is none."""
-        if victim == "driver":
-            return self.process.pid
-        names = {
-            "policy": "ray::policy-0",
-            "reward": "ray::reward-0",
-            "engine": "ray::rollout-",
-            "engine_core": "VLLM::",
-        }
-        return next((p.pid for p in self.observe() if title(p.pid).startswith(names[victim])), None)
-
-    def left(self) -> list[int]:
-        """Processes of the run that are still there after the time in which all have to be gone."""
-        deadline = time.monotonic() + LEFT_S
-        while (left := [pid for pid in self.pids if running(pid)]) and time.monotonic() < deadline:
-            time.sleep(0.5)
-        return left
+def find(run: ObservedRun, victim: str) -> int | None:
+    """Pid of a victim; None while there is none."""
+    if victim == "driver":
+        return int(run.process.pid)
+    return next((p.pid for p in run.observe() if title(p.pid).startswith(TITLES[victim])), None)
 
 
-def title(pid: int) -> str:
-    """The title of a process, as `ps` shows it: Ray puts the method in it that an actor is computing."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def running(pid: int) -> bool:
-    """Whether the process lives; a zombie doesn't."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def configuration(folder: Path, model: Path, seed: int) -> dict[str, Any]:
+def configuration(model: Path, seed: int) -> dict[str, Any]:
     """Short steps with everything in them: two engines, checkpoints after each, restarts without end."""
     task = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     return {
-        "run": {"name": "chaos", "dir": str(folder / "runs"), "steps": 1_000_000, "seed": seed, "if_exists": "resume"},
+        "run": {"name": "chaos", "steps": 1_000_000, "seed": seed, "if_exists": "resume"},
         "model": {"path": str(model), "dtype": "float32"},
         "data": {
             "prompts": {"source": "reasoning_gym", "task": "chain_sum", "size": 200, "options": task},
@@ -189,16 +106,16 @@ def configuration(folder: Path, model: Path, seed: int) -> dict[str, Any]:
             "deadline_s": 120,
         },
         "policy": {"learning_rate": 1e-3, "max_tokens_per_microbatch": 1024},
-        "reward": {"functions": [{"name": f"{Path(__file__).resolve()}:length"}]},
+        "reward": {"functions": [{"name": REWARD}]},
         "checkpoint": {"every": 1},
         "fault_tolerance": {"max_restarts": 1000},
     }
 
 
-def wait_for(run: Run, phase: str, dice: random.Random) -> bool:
+def wait_for(run: ObservedRun, phase: str, dice: random.Random) -> bool:
     """Return in the middle of the phase; False when it did not come by."""
     checkpoints = run.folder / "checkpoints"
-    policy = run.find("policy")
+    policy = find(run, "policy")
     deadline = time.monotonic() + 60.0
     before = run.done()
     if phase == "rollout":
@@ -225,11 +142,11 @@ def wait_for(run: Run, phase: str, dice: random.Random) -> bool:
     return False
 
 
-def strike(run: Run, kill: Kill, dice: random.Random) -> bool:
+def strike(run: ObservedRun, kill: Kill, dice: random.Random) -> bool:
     """Kill the victim in its phase and see the run complete another step; False when the moment did not come."""
-    if run.find(kill.victim) is None or not wait_for(run, kill.phase, dice):
+    if find(run, kill.victim) is None or not wait_for(run, kill.phase, dice):
         return False
-    pid = run.find(kill.victim)
+    pid = find(run, kill.victim)
     if pid is None:
         return False
     run.observe()
@@ -239,46 +156,47 @@ def strike(run: Run, kill: Kill, dice: random.Random) -> bool:
         run.process.wait(LEFT_S)
         left = run.left()
         if left:
-            raise Lost(f"{len(left)} processes are left of a killed driver: {[title(p) for p in left][:5]}")
+            raise Broken(f"{len(left)} processes are left of a killed driver: {[title(p) for p in left][:5]}")
         run.start()
     run.until(lambda: run.done() > before, f"a step after killing {kill.victim} in phase {kill.phase}")
     return True
 
 
-def finish(run: Run) -> None:
+def finish(run: ObservedRun) -> None:
     """Let the run come to its end, with two more steps."""
-    run.process.send_signal(signal.SIGINT)
+    # Not Ctrl-C, which what a shell started in the background ignores.
+    run.process.terminate()
     run.process.wait(LEFT_S)
     if run.left():
-        raise Lost("processes are left after Ctrl-C")
+        raise Broken("processes are left after SIGTERM")
     run.start(f"run.steps={run.done() + 2}")
     run.process.wait(PATIENCE_S)
     if run.process.returncode != 0:
-        raise Lost(f"the run ended with {run.process.returncode}\n{run.tail()}")
+        raise Broken(f"the run ended with {run.process.returncode}\n{run.tail()}")
 
 
-def check(run: Run) -> dict[str, float]:
+def check(run: ObservedRun) -> dict[str, float]:
     """Every promise about what is left behind; returns the last step's metrics."""
     lines = run.lines()
     steps = [line["step"] for line in lines]
     if steps != list(range(1, len(steps) + 1)):
-        raise Lost(f"metrics.jsonl has the steps {steps}")
+        raise Broken(f"metrics.jsonl has the steps {steps}")
     terms = ("trained", "filtered", "failed", "stale", "discarded", "buffered", "in_flight")
     for line in lines:
         drawn, accounted = line["ledger/drawn"], sum(line[f"ledger/{term}"] for term in terms)
         if drawn != accounted or drawn != line["step"] * PROMPTS * SAMPLES:
-            raise Lost(f"step {line['step']}: {drawn} samples drawn, {accounted} accounted for")
+            raise Broken(f"step {line['step']}: {drawn} samples drawn, {accounted} accounted for")
     for step in steps:
         rows = pq.read_metadata(run.folder / "trajectories" / f"step-{step:06d}.parquet").num_rows
         if rows != PROMPTS * SAMPLES:
-            raise Lost(f"step {step} has {rows} trajectories")
+            raise Broken(f"step {step} has {rows} trajectories")
     store = CheckpointStore(run.folder / "checkpoints", keep=2)
     latest = store.latest()
     if latest is None or latest.step != steps[-1]:
-        raise Lost(f"the latest checkpoint is {latest}, and the last step {steps[-1]}")
+        raise Broken(f"the latest checkpoint is {latest}, and the last step {steps[-1]}")
     store.verify(latest)
     if run.left():
-        raise Lost(f"processes are left: {[title(pid) for pid in run.left()][:5]}")
+        raise Broken(f"processes are left: {[title(pid) for pid in run.left()][:5]}")
     return lines[-1]
 
 
@@ -295,11 +213,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="rlhf-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     covered: Counter[str] = Counter()
-    run, broken, last = Run(folder, arguments.model.resolve(), arguments.seed), "", {}
+    run, broken, last = ObservedRun(configuration(arguments.model.resolve(), arguments.seed), folder), "", {}
+    run.start()
     try:
         run.until(lambda: run.done() >= 2, "the first steps")
-        order = [kill for _ in range(arguments.kills) for kill in dice.sample(KILLS, len(KILLS))]
-        for kill in order:
+        for kill in itertools.islice(plan(dice), TRIES * arguments.kills):
             if covered.total() == arguments.kills:
                 break
             if strike(run, kill, dice):
@@ -307,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 console.print(f"{covered.total()}/{arguments.kills}  {kill.victim} in phase {kill.phase}: recovered")
         finish(run)
         last = check(run)
-    except (Lost, CheckpointError, subprocess.TimeoutExpired, OSError, KeyError) as error:
+    except (Broken, CheckpointError, subprocess.TimeoutExpired, OSError, KeyError) as error:
         broken = f"{type(error).__name__}: {error}"
         run.process.kill()
     report(covered, broken, last, arguments)
