@@ -94,9 +94,10 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     log = (folder / "head.log").open("wb")
     process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        deadline = time.monotonic() + 60
-        listing = [command[0], "job", "list"]
-        while run(listing, env=environment).returncode != 0:
+        deadline = time.monotonic() + 180
+        # A head that answers may still be without the agent that jobs are given to.
+        nothing = [command[0], "job", "submit", "--", "true"]
+        while run(nothing, env=environment).returncode != 0:
             assert process.poll() is None and time.monotonic() < deadline, (folder / "head.log").read_text()
             time.sleep(1)
         yield environment
