@@ -174,7 +174,7 @@ class RolloutPool:
 
     def _announce(self, assignments: Sequence[Assignment]) -> dict[int, asyncio.Future[None]]:
         """Tell each engine what it will have to begin together; by engine what to wait for before that is sent."""
-        announced = {}
+        announced = dict[int, asyncio.Future[None]]()
         for engine in sorted({assignment.engine for assignment in assignments}):
             batch = [assignment.request_id for assignment in assignments if assignment.engine == engine]
             call = self._handles[engine].announce.remote(batch)
