@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from math import gcd
 from typing import Literal
 
 from rlhf.cluster.model_shape import ModelShape, UnknownShape
@@ -113,7 +114,8 @@ def needs(
 
     With P parameters, R ranks, c bytes of the compute dtype (2 for bfloat16, 4 for float32), L layers, hidden size h,
     MLP size I, a = heads x head size, k = KV heads x head size, V vocabulary, and T tokens in the largest micro-batch
-    (the cap, or the longest sequence if that is longer):
+    (the cap, or the longest sequence if that is longer; of a learner that part of them which one rank has, a share by
+    `sequence_parallel`):
 
     - policy weights: c P at ZeRO 1 and 2, c P / R at 3; gradients, accumulated in float32: 4 P at 1, 4 P / R at 2 and
       3; optimizer, float32 masters and two moments: 12 P / R (ZeRO paper, arXiv:1910.02054, section 5, table 1).
@@ -187,7 +189,7 @@ def _with_scalar_head(shape: ModelShape) -> int:
 
 def _policy(config: Config, shape: ModelShape) -> PoolNeeds:
     policy, item = config.policy, _itemsize(config)
-    tokens = _tokens(config, policy.max_tokens_per_microbatch)
+    tokens = _share(_tokens(config, policy.max_tokens_per_microbatch), policy.sequence_parallel)
     head_gradient = FLOAT32 * shape.embedding_parameters
     gathered = _gathered(shape, item) if policy.zero_stage == 3 else 0
     weights, gradients, optimizer = _states(policy, item, shape.parameters)
@@ -202,12 +204,13 @@ def _policy(config: Config, shape: ModelShape) -> PoolNeeds:
             activations=_training_layers(shape, item, tokens) + _logits(shape, tokens) + head_gradient,
             sync_buckets=_bucket(config, shape) + gathered,
         ),
+        problems=_sequence_problems("policy", policy, shape),
     )
 
 
 def _critic(config: Config, shape: ModelShape) -> PoolNeeds:
     critic, item = config.critic, _itemsize(config)
-    tokens = _tokens(config, critic.max_tokens_per_microbatch)
+    tokens = _share(_tokens(config, critic.max_tokens_per_microbatch), critic.sequence_parallel)
     weights, gradients, optimizer = _states(critic, item, _with_scalar_head(shape))
     return PoolNeeds(
         "critic",
@@ -219,6 +222,7 @@ def _critic(config: Config, shape: ModelShape) -> PoolNeeds:
             optimizer=optimizer,
             activations=_training_layers(shape, item, tokens),
         ),
+        problems=_sequence_problems("critic", critic, shape),
     )
 
 
@@ -332,6 +336,20 @@ def _heads_divide(shape: ModelShape, parallel: int) -> bool:
     # vLLM splits KV heads over ranks or, with more ranks than KV heads, copies each to equally many ranks.
     kv_heads_divide = shape.kv_heads % parallel == 0 or parallel % shape.kv_heads == 0
     return shape.heads % parallel == 0 and kv_heads_divide
+
+
+def _sequence_problems(name: str, learner: LearnerConfig, shape: ModelShape) -> tuple[str, ...]:
+    """Why this learner's ranks can't share rows: each takes equally many heads and KV heads."""
+    sharing, heads, kv_heads = learner.sequence_parallel, shape.heads, shape.kv_heads
+    common = gcd(heads, kv_heads)
+    if common % sharing == 0:
+        return ()
+    allowed = [size for size in range(1, common + 1) if common % size == 0]
+    return (
+        f"{name}.sequence_parallel = {sharing}: the model has {heads} heads and {kv_heads} KV heads, and {sharing} "
+        f"ranks would get {heads / sharing:.4g} and {kv_heads / sharing:.4g} of them. Use one of "
+        f"{', '.join(map(str, allowed))}",
+    )
 
 
 def _share(count: int, parts: int) -> int:

@@ -74,21 +74,22 @@ def warmup_ends_before_the_run(config: Config) -> Iterator[Problem]:
 
 
 def every_update_has_samples(config: Config) -> Iterator[Problem]:
-    """Each update of policy and critic has at least one sample for every rank.
+    """Each update of policy and critic has at least one sample for every rank, or group of ranks that share rows.
 
     An update gets prompts_per_step x samples_per_prompt / minibatches samples.
     """
     rollout = config.rollout
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     for name, learner in _learners(config):
-        parts = learner.minibatches * learner.ranks
+        parts = learner.minibatches * learner.data_ranks
+        shared = f" / {name}.sequence_parallel {learner.sequence_parallel}" if learner.sequence_parallel > 1 else ""
         if samples < parts:
             yield problem(
                 config,
                 f"{name}.minibatches" if learner.minibatches > 1 else f"{name}.ranks",
                 f"a step has {rollout.prompts_per_step} x {rollout.samples_per_prompt} = {samples} samples, and "
-                f"{name}.minibatches {learner.minibatches} x {name}.ranks {learner.ranks} = {parts} parts of at least "
-                "one sample don't come out of it",
+                f"{name}.minibatches {learner.minibatches} x {name}.ranks {learner.ranks}{shared} = {parts} parts of "
+                "at least one sample don't come out of it",
                 f"Lower {name}.minibatches or {name}.ranks, or sample more",
             )
 
@@ -109,6 +110,21 @@ def sharding_has_several_ranks(config: Config) -> Iterator[Problem]:
                 f"{key}.sharded",
                 f"has no effect while {key}.ranks is 1",
                 f"Raise {key}.ranks, or leave it out",
+            )
+
+
+def sequence_groups_are_whole(config: Config) -> Iterator[Problem]:
+    """`sequence_parallel` divides `ranks`."""
+    for name, learner in _learners(config):
+        ranks, sharing = learner.ranks, learner.sequence_parallel
+        if ranks % sharing:
+            yield problem(
+                config,
+                f"{name}.sequence_parallel",
+                f"so many ranks share each row, and {name}.ranks = {ranks} = {ranks // sharing} x {sharing} + "
+                f"{ranks % sharing} leaves some without a group",
+                f"Use {name}.ranks: {-(-ranks // sharing) * sharing}, or {name}.sequence_parallel: "
+                f"{max(size for size in range(1, sharing) if ranks % size == 0)}",
             )
 
 
@@ -245,6 +261,7 @@ RULES: tuple[Rule, ...] = (
     *ROLLOUT_RULES,
     *CHECKPOINT_RULES,
     sharding_has_several_ranks,
+    sequence_groups_are_whole,
     deterministic_is_possible,
     warmup_ends_before_the_run,
     every_update_has_samples,

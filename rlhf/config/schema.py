@@ -338,7 +338,12 @@ class AlgorithmConfig(Section):
 class LearnerConfig(Section):
     """What every learner has: ranks, optimizer, and how a batch is cut."""
 
-    ranks: PositiveInt = Field(default=1, description="Data-parallel ranks, one device each.")
+    ranks: PositiveInt = Field(default=1, description="Ranks, one device each.")
+    sequence_parallel: PositiveInt = Field(
+        default=1,
+        description="Ranks that share each packed row, for long sequences (Ulysses): each computes a piece of its "
+        "tokens, and in attention some of the heads. It divides `ranks` and the model's heads and KV heads.",
+    )
     zero_stage: ZeroStage = Field(default=2, description="DeepSpeed ZeRO stage.")
     learning_rate: NonNegativeFloat = Field(
         default=1.0e-5, description="Peak learning rate of AdamW; 0 trains nothing and serves as a control."
@@ -361,6 +366,11 @@ class LearnerConfig(Section):
     deadline_s: PositiveFloat = Field(
         default=1800, description="Deadline of one update, and of loading the model, seconds."
     )
+
+    @property
+    def data_ranks(self) -> int:
+        """Shares that a batch is divided into, one for each rank or each group of ranks that share rows."""
+        return self.ranks // self.sequence_parallel
 
 
 class PolicyConfig(LearnerConfig):

@@ -82,16 +82,21 @@ class Learner(ABC):
         from rlhf.learners.ranks import Ranks
         from rlhf.learners.zero import ZeroEngine
         from rlhf.models.distributed import join_process_group, seed_random_streams, set_up_compute
+        from rlhf.models.sequence import join_sequence_group
 
         # Policy and critic compute at the same time.
         critics = self._config.critic.ranks if needs_critic(self._config) else 0
         set_up_compute(self._device, self._config.run.deterministic, self._config.policy.ranks + critics)
-        seed_random_streams(self._config.run.seed, self.role, self._rank)
+        # One stream for ranks that share rows: their losses have to be the same, also one of the user's that draws.
+        seed_random_streams(self._config.run.seed, self.role, self._rank // self.settings.sequence_parallel)
         with span(f"{self.role}/setup"):
-            join_process_group(self._rank, self._world_size, master, self._device, self.settings.deadline_s)
+            settings, place = self.settings, (self._rank, self._world_size)
+            join_process_group(*place, master, self._device, settings.deadline_s)
+            sequence = join_sequence_group(*place, settings.sequence_parallel, settings.deadline_s)
             device = torch.device(self._device)
-            self._ranks = Ranks(self._rank, self._world_size, device)
-            self._zero = ZeroEngine(self.settings, self._config.model.dtype, self._world_size, device, self._load)
+            self._ranks = Ranks(*place, device, sequence)
+            dtype = self._config.model.dtype
+            self._zero = ZeroEngine(settings, dtype, self._world_size, device, self._load, sequence)
         # Not before DeepSpeed has been told its device.
         from rlhf.learners.checkpoint import LearnerCheckpoint
 
@@ -116,7 +121,7 @@ class Learner(ABC):
         config = self._config
         prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
         group = config.rollout.samples_per_prompt
-        samples = -(-config.rollout.prompts_per_step * group // self._world_size)
+        samples = -(-config.rollout.prompts_per_step * group // self._ranks.data_ranks)
         cap = self.settings.max_tokens_per_microbatch
         with span(f"{self.role}/dry_run"):
             with self._ranks.together(

@@ -40,7 +40,7 @@ class TokenMeter:
     def reduce(self, ranks: Ranks) -> dict[str, float]:
         """Means and maxima over all ranks, by name; a mean over no token is absent. Collective."""
         sums = [float(self._sums[name]) if name in self._sums else 0.0 for name in self._means]
-        totals = ranks.sum([*sums, *(float(self._counts[name]) for name in self._means)])
+        totals = ranks.sum_of_shares([*sums, *(float(self._counts[name]) for name in self._means)])
         size = len(self._means)
         reduced = {name: totals[i] / totals[size + i] for i, name in enumerate(self._means) if totals[size + i] > 0}
         if self._maxima:

@@ -2,8 +2,8 @@
 
 Invariant 14: all ranks make the same collective calls. Code that may fail on one rank alone runs inside `together`;
 at its end the ranks vote, and if it failed anywhere it raises everywhere, so that no rank waits for one that left.
-(A failure inside the model's own forward pass at ZeRO stage 3 can leave the others in a gather; they end at the
-process group's deadline.)
+(A failure inside the model's own forward pass can leave the others in a gather, at ZeRO stage 3, or in an exchange,
+where ranks share rows; they end at the process group's deadline.)
 """
 
 from __future__ import annotations
@@ -14,18 +14,27 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from rlhf.models.sequence import SequenceGroup
+
 
 class LearnerError(RuntimeError):
     """A step failed on some rank; raised on all of them, and nothing of the step was applied."""
 
 
 class Ranks:
-    """This process among the ranks of its learner."""
+    """This process among the ranks of its learner.
 
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+    The batch is divided over `data_ranks`, and this rank works on the share of `data_rank`: alone, or with the other
+    ranks of its `sequence` group, which are consecutive. Exactly one rank of each share `answers` for it.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, sequence: SequenceGroup | None = None) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = device
+        sharing = 1 if sequence is None else sequence.size
+        self.data_rank, self.data_ranks = rank // sharing, world_size // sharing
+        self.answers = rank % sharing == 0
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -51,6 +60,10 @@ class Ranks:
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sums over the ranks, in float64."""
         return self._reduce(values, dist.ReduceOp.SUM)
+
+    def sum_of_shares(self, values: Sequence[float]) -> list[float]:
+        """Sums over the shares of the batch, in float64: what ranks with the same share have in common counts once."""
+        return self.sum([value if self.answers else 0.0 for value in values])
 
     def max(self, values: Sequence[float]) -> list[float]:
         """Maxima over the ranks."""

@@ -91,7 +91,7 @@ class UpdateLoop(ABC):
                     loss += self.accumulate(minibatch, shard, meter, Turn(epoch, len(norms)))
                 with span(f"{self.role}/optimizer", step):
                     norms.append(self._apply(minibatch, rate))
-        (total_loss,) = self._ranks.sum([loss])
+        (total_loss,) = self._ranks.sum_of_shares([loss])
         return {
             **self.summarise(meter.reduce(self._ranks)),
             f"{self.role}/loss": total_loss / len(norms),
@@ -116,26 +116,27 @@ class UpdateLoop(ABC):
     def score(self, samples: Sequence[LearnerSample]) -> ScoredColumns:
         """What the model says of this rank's share of `samples` under the current weights, without gradients.
 
-        float32 [T] by sample id, NaN where a token is not of the response. The ranks' shares make up the whole.
+        float32 [T] by sample id, NaN where a token is not of the response. The ranks' shares make up the whole; of
+        ranks with the same share one returns it, and the others nothing.
         """
         deadline_s = self._config.placement.deadline_s
         arrangement = self._zero.arrangement
         shard = make_shard(samples, self._learner, self._ranks, arrangement, minibatches=1, deadline_s=deadline_s)
         scored: ScoredColumns = {}
         for minibatch in shard.layout.minibatches:
-            for micro_batch in minibatch.ranks[self._ranks.rank]:
+            for micro_batch in minibatch.ranks[self._ranks.data_rank]:
                 with self._ranks.together(f"{self.role} scores"), torch.no_grad():
                     rows = shard.rows(micro_batch)
                     predicted = self.predict(arrangement.batch(micro_batch, rows, self._zero.device))
-                    if rows:
+                    if rows and self._ranks.answers:
                         scored.update(zip(micro_batch.sample_ids, unflatten(rows, predicted), strict=True))
         return scored
 
     def accumulate(self, minibatch: Minibatch, shard: Shard, meter: TokenMeter, turn: Turn) -> float:
-        """Accumulate the gradient of one optimizer step; return this rank's part of the step's loss."""
+        """Accumulate the gradient of one optimizer step; return this share's part of the step's loss."""
         lengths = [shard.samples[i].response_tokens for i in minibatch.sample_ids]
         totals = Totals.of(lengths, self._config.rollout.max_new_tokens)
-        parts = minibatch.ranks[self._ranks.rank]
+        parts = minibatch.ranks[self._ranks.data_rank]
         total = 0.0
         for index, micro_batch in enumerate(parts):
             try:

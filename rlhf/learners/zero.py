@@ -1,8 +1,9 @@
 """The DeepSpeed engine of one rank: how it is set up, and the few operations that an update is made of.
 
 Invariants
-- The gradient that an optimizer step applies is the sum over all ranks and micro-batches of what was passed to
-  `backward`. DeepSpeed averages over ranks; `backward` multiplies by their number, which cancels that exactly.
+- The gradient that an optimizer step applies is the sum over all ranks and micro-batches of what `backward` computes
+  there. DeepSpeed averages over ranks; `backward` multiplies by their number, which cancels that exactly. Ranks that
+  share rows all pass the same loss, and each computes its own part of the gradient.
 - Masters, accumulation and reductions are float32 whatever the compute dtype. DeepSpeed's defaults are the model's
   dtype for accumulation and bfloat16 for reductions, so both are set.
 - A step whose gradient norm is not finite is not applied, at any stage.
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from rlhf.config.schema import LearnerConfig
 from rlhf.models.arrangement import Arrangement
 from rlhf.models.distributed import PERSISTENT_ELEMENTS, register_borrowed
+from rlhf.models.sequence import SequenceGroup
 
 # Elements, not bytes. DeepSpeed allocates a buffer of this size, and its default of 5e8 is 2 GB in float32.
 REDUCE_BUCKET_ELEMENTS = 50_000_000
@@ -56,9 +58,18 @@ class ZeroEngine:
     """A model under DeepSpeed ZeRO. All methods are collective: every rank calls them in the same order."""
 
     def __init__(
-        self, learner: LearnerConfig, dtype: str, world_size: int, device: torch.device, build: Callable[[], nn.Module]
+        self,
+        learner: LearnerConfig,
+        dtype: str,
+        world_size: int,
+        device: torch.device,
+        build: Callable[[], nn.Module],
+        sequence: SequenceGroup | None = None,
     ) -> None:
-        """`build` loads the model; at stage 3 its `from_pretrained` loads straight into shards."""
+        """`build` loads the model; at stage 3 its `from_pretrained` loads straight into shards.
+
+        With a `sequence` group the model gets this rank's pieces of the group's rows.
+        """
         import deepspeed
 
         self._settings = learner
@@ -83,7 +94,7 @@ class ZeroEngine:
             model=self.model, optimizer=self._optimizer, config=settings, dist_init_required=False
         )
 
-        self.arrangement = Arrangement.of(self.model)
+        self.arrangement = Arrangement.of(self.model, sequence)
         # Called before an optimizer step changes weights and optimizer state.
         self.before_change: Callable[[], None] = lambda: None
 

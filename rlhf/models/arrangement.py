@@ -13,7 +13,8 @@ import torch
 
 from rlhf.batching import CostModel, MicroBatch, Plan, SampleLength, plan, plan_packed
 from rlhf.models.batch import PaddedBatch, pad_batch, synthetic_batch
-from rlhf.models.packed import PackedBatch, can_pack, pack_batch, synthetic_packed_batch
+from rlhf.models.packed import PackedBatch, can_pack, cut, pack_batch, synthetic_packed_batch
+from rlhf.models.sequence import SequenceGroup
 from rlhf.trajectories import Columns
 
 Batch = PaddedBatch | PackedBatch
@@ -24,21 +25,34 @@ TESTED = frozenset({"gemma3_text", "llama", "qwen2"})
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Packed rows with a cost for planning, or padded rows and the reason for that."""
+    """Packed rows with a cost for planning, or padded rows and the reason for that.
+
+    With a `sequence` group, batches are this rank's pieces of the rows that the group shares.
+    """
 
     cost: CostModel
     reason: str | None = None
+    sequence: SequenceGroup | None = None
 
     @staticmethod
-    def of(model: Any) -> Arrangement:
-        """What a model of ours (with the transformers model as `lm`) can be given; collective under ZeRO stage 3."""
+    def of(model: Any, sequence: SequenceGroup | None = None) -> Arrangement:
+        """What a model of ours (with the transformers model as `lm`) can be given; collective under ZeRO stage 3.
+
+        Raises `ValueError` with the reason when ranks are to share rows and this model's have to be padded.
+        """
         config = model.lm.config.get_text_config()
         heads = int(config.num_attention_heads)
         head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
         embedding = config.vocab_size * config.hidden_size
         count = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.lm.parameters())
         cost = CostModel.of_decoder(max(1, count - embedding), int(config.num_hidden_layers), heads, head_dim)
-        return Arrangement(cost, None if config.model_type in TESTED else can_pack(model))
+        reason = None if config.model_type in TESTED else can_pack(model)
+        if reason is not None and sequence is not None:
+            raise ValueError(
+                f"sequence_parallel = {sequence.size}: ranks can share packed rows only, and this model's rows have to "
+                f"be padded: {reason}. Leave sequence_parallel out"
+            )
+        return Arrangement(cost, reason, sequence)
 
     @property
     def packed(self) -> bool:
@@ -55,7 +69,7 @@ class Arrangement:
         """The tensors of a micro-batch, given its samples' columns; raises `ValueError` as `pad_batch` does."""
         ids = micro_batch.sample_ids
         if self.packed:
-            return pack_batch(columns, micro_batch.group_ids, device, ids)
+            return self._own(pack_batch(columns, micro_batch.group_ids, device, ids))
         return pad_batch(columns, device, ids)
 
     def largest(
@@ -70,4 +84,8 @@ class Arrangement:
             return synthetic_batch(rows, prompt, response, device)
         together = max(1, min(group, samples, (max_tokens - prompt) // response))
         groups = max(1, min(samples // together, max_tokens // (prompt + together * response)))
-        return synthetic_packed_batch(groups, together, prompt, response, device)
+        return self._own(synthetic_packed_batch(groups, together, prompt, response, device))
+
+    def _own(self, row: PackedBatch) -> PackedBatch:
+        """What this rank computes of a row."""
+        return row if self.sequence is None else cut(row, self.sequence)

@@ -46,6 +46,10 @@ class PaddedBatch:
         rows_B = torch.arange(len(self.lengths_B), device=self.lengths_B.device)
         return rows_B * self.input_ids_BL.shape[1] + self.lengths_B - 1
 
+    def whole(self, values_N: Tensor) -> Tensor:
+        """As `PackedBatch.whole`: padded rows aren't shared, so these are all."""
+        return values_N
+
 
 def pad_batch(
     columns: Sequence[Columns], device: torch.device | str, sample_ids: Sequence[str] | None = None

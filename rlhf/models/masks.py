@@ -43,6 +43,14 @@ class TokenMask:
         logits[rows, ids] = kept
         return logits
 
+    def select(self, tokens_M: Tensor) -> TokenMask:
+        """The mask of those tokens alone, in their order."""
+        tokens = tokens_M.cpu()
+        starts, counts = self.offsets_N1[tokens], self.offsets_N1.diff()[tokens]
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        kept = torch.arange(int(offsets[-1])) + torch.repeat_interleave(starts - offsets[:-1], counts)
+        return TokenMask(offsets, self.token_ids[kept.to(self.token_ids.device)], self.allowed)
+
 
 def sample_names(count: int, sample_ids: Sequence[str] | None) -> list[str]:
     """What messages call the samples of a batch: by their ids, or by their rows where no ids are given."""

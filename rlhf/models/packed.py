@@ -10,7 +10,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import Tensor
 from rlhf.models.attention import PACKED_ATTENTION, Block, PackedLayout, block_coordinates
 from rlhf.models.batch import pad_batch
 from rlhf.models.masks import TokenMask, join_masks, sample_names
+from rlhf.models.sequence import Piece, SequenceGroup, SequenceLayout
 from rlhf.trajectories import Columns
 
 # How far hidden states of a packed row may be from those of padded rows, relative to their norm. SmolLM2 (30 layers) is
@@ -37,6 +38,9 @@ class PackedBatch:
     row the token stands that predicts it: position t - 1, for the first of a response the last of the prompt, which
     may be shared. All int64 on one device. `total_tokens` counts every sample with its own prompt. `mask` is None
     where every id could be sampled.
+
+    With a `piece` this is one rank's part of a row (see `cut`): L are its tokens, N the response tokens that are
+    predicted in it, `predict_N` is where in it they are, and `layout` is still that of the whole row.
     """
 
     input_ids_1L: Tensor
@@ -50,11 +54,18 @@ class PackedBatch:
     predict_N: Tensor
     total_tokens: int
     mask: TokenMask | None = None
+    piece: Piece | None = None
 
     @property
     def unique_tokens(self) -> int:
         """L: the tokens that the model computes."""
         return self.input_ids_1L.shape[1]
+
+    def whole(self, values_N: Tensor) -> Tensor:
+        """What was computed for this batch's response tokens, for those of the whole row; collective for a piece."""
+        if self.piece is None:
+            return values_N
+        return self.piece.group.assemble(values_N, self.piece.own_M, self.piece.total)
 
 
 def pack_batch(
@@ -99,6 +110,31 @@ def synthetic_packed_batch(
     sample = Columns.from_completion([0] * prompt_tokens, [0] * response_tokens, [0.0] * response_tokens, 0)
     of_group = np.repeat(np.arange(groups), samples).tolist()
     return pack_batch([sample] * (groups * samples), of_group, device)
+
+
+def cut(batch: PackedBatch, group: SequenceGroup) -> PackedBatch:
+    """This rank's piece of a row that the ranks of `group` share: its tokens in equal parts, in the order of the ranks.
+
+    A row of another length is filled up with a block of tokens that belong to no sample. Samples (`lengths_B`,
+    `last_B`) stay those of the whole row.
+    """
+    size = -(-batch.unique_tokens // group.size)
+    padding = torch.arange(size * group.size - batch.unique_tokens, device=batch.input_ids_1L.device)
+    blocks = [*batch.layout.blocks, *([Block(len(padding))] if len(padding) else [])]
+    here = slice(group.rank * size, (group.rank + 1) * size)
+    own_M = torch.nonzero(batch.predict_N // size == group.rank).flatten()
+    return replace(
+        batch,
+        input_ids_1L=torch.cat([batch.input_ids_1L, torch.zeros_like(padding)[None]], 1)[:, here],
+        position_ids_1L=torch.cat([batch.position_ids_1L, padding[None]], 1)[:, here],
+        layout=SequenceLayout(blocks, group),
+        rows_N=batch.rows_N[own_M],
+        positions_N=batch.positions_N[own_M],
+        targets_N=batch.targets_N[own_M],
+        predict_N=batch.predict_N[own_M] - here.start,
+        mask=None if batch.mask is None else batch.mask.select(own_M),
+        piece=Piece(group, own_M, len(batch.predict_N)),
+    )
 
 
 def _prompt_tokens(sample: Columns, name: str) -> int:

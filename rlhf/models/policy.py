@@ -26,10 +26,12 @@ class PolicyModel(nn.Module):
     def forward(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs [N] and entropies [N] of the batch's response tokens at `temperature`; float32, nats.
 
-        Log-probs are of the distribution that the engine could sample from, where the batch has a sampling mask.
+        Log-probs are of the distribution that the engine could sample from, where the batch has a sampling mask. For a
+        piece of a row they are those of the whole row.
         """
         hidden_NH = hidden_states(self.lm, batch)[batch.predict_N]
-        return self.head(hidden_NH, batch.targets_N, temperature, batch.mask)  # type: ignore[no-any-return]
+        logprobs_N, entropy_N = self.head(hidden_NH, batch.targets_N, temperature, batch.mask)
+        return batch.whole(logprobs_N), batch.whole(entropy_N)
 
 
 class LogProbHead(nn.Module):

@@ -24,10 +24,11 @@ class ValueModel(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Values [N], float32: entry n is V of the state before response token n is chosen.
 
-        That state is all tokens before it, so it is read at position t - 1, as the token's log-prob is.
+        That state is all tokens before it, so it is read at position t - 1, as the token's log-prob is. For a piece of
+        a row they are those of the whole row.
         """
         values_N: Tensor = self.lm.score(hidden_states(self.lm, batch)[batch.predict_N])
-        return values_N
+        return batch.whole(values_N)
 
 
 def load_value_model(path: str, dtype: str, head: Head) -> ValueModel:

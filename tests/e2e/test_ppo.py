@@ -1,4 +1,7 @@
-"""The classic four-model PPO of `configs/ppo.yaml`, on tiny models, with two ranks each for policy and critic."""
+"""The classic four-model PPO of `configs/ppo.yaml`, on tiny models, with two ranks each for policy and critic.
+
+Those of the policy share each row, those of the critic share the batch.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ def run(tiny_untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         "sampling": {"temperature": 0.9, "top_k": 30, "top_p": 0.95},
     }
     config["algorithm"]["kl"] |= {"controller": "adaptive", "target": 0.01, "horizon": 100}
-    config["policy"] |= {"ranks": 2, "minibatches": 2, "learning_rate": 1e-3, "warmup_steps": 0}
+    config["policy"] |= {"ranks": 2, "sequence_parallel": 2, "minibatches": 2}
+    config["policy"] |= {"learning_rate": 1e-3, "warmup_steps": 0}
     config["critic"] |= {"ranks": 2, "minibatches": 2, "zero_stage": 3, "warmup_batches": WARMUP}
     config["reference"] = {"ranks": 1}
     config["reward"]["model"] |= {"path": str(reward_model), "dtype": "float32"}

@@ -116,7 +116,7 @@ class Rank:
         shard = update.shard(samples, 1)
         (minibatch,) = shard.layout.minibatches
         loss = update.accumulate(minibatch, shard, update.meter(shard), Turn())
-        found = {"loss": torch.tensor(self.learner._ranks.sum([loss]))}
+        found = {"loss": torch.tensor(self.learner._ranks.sum_of_shares([loss]))}
         for name, parameter in self.learner._zero.model.lm.named_parameters():
             found[name] = safe_get_full_grad(parameter).clone()
         self.learner._zero.discard_gradients()

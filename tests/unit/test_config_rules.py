@@ -99,6 +99,26 @@ def test_the_warm_up_of_a_critic_ends_before_the_run() -> None:
     assert build({**changes, "critic.warmup_steps": 4}).critic.warmup_steps == 4
 
 
+def test_ranks_that_share_rows_need_one_sample_together() -> None:
+    # 1 prompt x 2 samples; 4 ranks / 2 = 2 shares of a batch, in 2 minibatches 4.
+    changes = {"rollout.prompts_per_step": 1, "rollout.samples_per_prompt": 2, "policy.ranks": 4}
+    assert build({**changes, "policy.sequence_parallel": 2}).policy.data_ranks == 2
+    found = refusals({**changes, "policy.sequence_parallel": 2, "policy.minibatches": 2})
+    assert (
+        "policy.minibatches 2 x policy.ranks 4 / policy.sequence_parallel 2 = 4 parts" in (found["policy.minibatches"])
+    )
+    assert "policy.ranks 4 = 4 parts" in refusals(changes)["policy.ranks"]
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_ranks_that_sequence_groups_do_not_divide_are_refused_with_the_nearest_that_do(role: str) -> None:
+    changes = {"algorithm.advantage": "gae", "algorithm.normalize": "group", f"{role}.ranks": 6}
+    assert build({**changes, f"{role}.sequence_parallel": 3}).policy.sequence_parallel == (3 if role == "policy" else 1)
+    message = refusals({**changes, f"{role}.sequence_parallel": 4})[f"{role}.sequence_parallel"]
+    assert f"{role}.ranks = 6 = 1 x 4 + 2 leaves some without a group" in message
+    assert f"Use {role}.ranks: 8, or {role}.sequence_parallel: 3" in message
+
+
 def test_an_update_of_the_critic_without_a_sample_for_every_rank_is_refused() -> None:
     # 2 prompts x 1 sample = 2 samples; the critic's 3 ranks want 3.
     changes: dict[str, Any] = {

@@ -278,6 +278,52 @@ def test_tensor_parallel_must_divide_heads_and_kv_heads(parallel: int, fine: boo
         assert "Use one of 1, 3, 9" in problems[0]
 
 
+def test_ranks_that_share_rows_have_a_part_of_the_activations_each() -> None:
+    # 33 tokens on two ranks: 17 of them. A layer and token takes 328 bytes, see above; logits 3 x 4 x 17 x 10 = 2040.
+    shared = config(
+        algorithm={"advantage": "gae"},
+        policy={"ranks": 2, "sequence_parallel": 2, "max_tokens_per_microbatch": 33},
+        critic={"ranks": 2, "sequence_parallel": 2, "max_tokens_per_microbatch": 33},
+    )
+    policy, critic = (needs(shared, SMALL).pool(name) for name in ("policy", "critic"))
+    assert policy is not None and critic is not None
+    assert policy.bytes.activations == 2 * 17 * 328 + 2040 + 320
+    assert critic.bytes.activations == 2 * 17 * 328
+    assert (policy.problems, critic.problems) == ((), ())
+
+
+@pytest.mark.parametrize(("size", "fine"), [(1, True), (3, True), (2, False), (9, False)])
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_ranks_that_share_rows_divide_heads_and_kv_heads(role: str, size: int, fine: bool) -> None:
+    # SmolLM2 has 9 heads and 3 KV heads, of which 9 ranks would get a third each.
+    shape = ModelShape.from_config(SMOLLM2, "config.json")
+    shared = config(
+        algorithm={"advantage": "gae"},
+        rollout={"kv_cache_bytes": GIB, "prompts_per_step": 9},
+        **{role: {"ranks": size, "sequence_parallel": size}},
+    )
+    problems = needs(shared, shape).problems
+    assert (problems == ()) is fine
+    if not fine:
+        assert f"{role}.sequence_parallel = {size}: the model has 9 heads and 3 KV heads" in problems[0]
+        assert f"{size} ranks would get {'4.5 and 1.5' if size == 2 else '1 and 0.3333'} of them" in problems[0]
+        assert "Use one of 1, 3" in problems[0]
+        with pytest.raises(Refused, match=f"{role}.sequence_parallel = {size}"):
+            preflight(needs(shared, shape), Resources((Node(99, 0, 99 * GIB),)))
+
+
+def test_a_critic_shares_rows_by_the_heads_of_its_own_model() -> None:
+    # SMALL has 4 heads and 2 KV heads, the critic 3 and 3.
+    other = ModelShape(layers=1, hidden=6, intermediate=8, heads=3, kv_heads=3, head_dim=2, vocab=10, tied=True)
+    shared = config(
+        algorithm={"advantage": "gae"},
+        policy={"ranks": 2, "sequence_parallel": 2},
+        critic={"ranks": 2, "sequence_parallel": 2, "model": "org/critic"},
+    )
+    (problem,) = needs(shared, SMALL, critic_shape=other).problems
+    assert problem.startswith("critic.sequence_parallel = 2: the model has 3 heads and 3 KV heads")
+
+
 def test_a_kv_cache_too_small_for_one_sequence_is_a_problem() -> None:
     (problem,) = needs(config(rollout={"kv_cache_bytes": 319}), SMALL).problems
     assert "32 x 10 = 320 bytes" in problem
