@@ -121,6 +121,8 @@ def needs(
       and the output of each norm, the residual stream, queries and keys before and after rotation, values, the
       attention output and four MLP arrays (after Korthikanti et al., arXiv:2205.05198, section 4); plus the logits
       of one chunk and the float32 gradient of the output head.
+      With activation checkpointing L layers become one, the one that is computed again, plus T L c h for the inputs of
+      all (ibid., section 5).
     - critic: as the policy, with its own settings and P without the output head but with h for the value head; one
       value a token instead of logits; at ZeRO 3 its weights have beside them the largest part that is gathered at a
       time, one layer or the embedding.
@@ -199,7 +201,7 @@ def _policy(config: Config, shape: ModelShape) -> PoolNeeds:
             weights=weights,
             gradients=gradients,
             optimizer=optimizer,
-            activations=_training_layers(shape, item, tokens) + _logits(shape, tokens) + head_gradient,
+            activations=_training_layers(policy, shape, item, tokens) + _logits(shape, tokens) + head_gradient,
             sync_buckets=_bucket(config, shape) + gathered,
         ),
     )
@@ -217,7 +219,7 @@ def _critic(config: Config, shape: ModelShape) -> PoolNeeds:
             weights=weights + (_gathered(shape, item) if critic.zero_stage == 3 else 0),
             gradients=gradients,
             optimizer=optimizer,
-            activations=_training_layers(shape, item, tokens),
+            activations=_training_layers(critic, shape, item, tokens),
         ),
     )
 
@@ -236,10 +238,12 @@ def _states(learner: LearnerConfig, item: int, count: int) -> tuple[int, int, in
     )
 
 
-def _training_layers(shape: ModelShape, item: int, tokens: int) -> int:
+def _training_layers(learner: LearnerConfig, shape: ModelShape, item: int, tokens: int) -> int:
     query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     per_layer = 2 * (FLOAT32 + item) * shape.hidden
     per_layer += item * (2 * shape.hidden + 3 * query + 3 * keys + 4 * shape.intermediate)
+    if learner.activation_checkpointing:
+        return tokens * (shape.layers * item * shape.hidden + per_layer)
     return tokens * shape.layers * per_layer
 
 

@@ -179,8 +179,8 @@ def _memory_reasons(needs: Needs, resources: Resources, utilization: float) -> l
     )
     return [
         f"needs {size(needs.total_bytes)} of host memory, cluster has {size(resources.host_bytes)}:\n{terms}\n    "
-        "Lower policy.max_tokens_per_microbatch, rollout.kv_cache_bytes or the number of ranks and engines, raise "
-        "policy.zero_stage with more than one rank, or use a smaller model"
+        "Lower policy.max_tokens_per_microbatch, rollout.kv_cache_bytes or the number of ranks and engines, set "
+        "policy.activation_checkpointing, raise policy.zero_stage with more than one rank, or use a smaller model"
     ]
 
 
@@ -188,8 +188,10 @@ def _gpu_reason(pool: PoolNeeds, gpu_bytes: int | None, share: float) -> str | N
     if gpu_bytes is None or pool.devices == 0 or pool.bytes.total <= gpu_bytes * share:
         return None
     remedy = {
-        "policy": "Raise policy.ranks with policy.zero_stage 3, or lower policy.max_tokens_per_microbatch",
-        "critic": "Raise critic.ranks with critic.zero_stage 3, or lower critic.max_tokens_per_microbatch",
+        "policy": "Raise policy.ranks with policy.zero_stage 3, set policy.activation_checkpointing, or lower "
+        "policy.max_tokens_per_microbatch",
+        "critic": "Raise critic.ranks with critic.zero_stage 3, set critic.activation_checkpointing, or lower "
+        "critic.max_tokens_per_microbatch",
         "reference": "Set reference.sharded with more reference.ranks, or lower policy.max_tokens_per_microbatch",
         "reward_model": "Set reward.model.sharded with more reward.model.ranks, or use a smaller reward model",
         "rollout": "Raise rollout.tensor_parallel or rollout.gpu_memory_utilization",

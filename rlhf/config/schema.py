@@ -358,6 +358,11 @@ class LearnerConfig(Section):
         description="Cap on the tokens of one micro-batch, a prompt counted once for its samples in it; a single "
         "longer sequence stands alone.",
     )
+    activation_checkpointing: bool = Field(
+        default=False,
+        description="Keep only the inputs of layers and compute the rest again in the backward pass: a third more "
+        "operations, for a fraction of the activations.",
+    )
     deadline_s: PositiveFloat = Field(
         default=1800, description="Deadline of one update, and of loading the model, seconds."
     )

@@ -203,6 +203,19 @@ def check_training(arguments: argparse.Namespace, model: str, dtype: str, stage:
     return found
 
 
+def check_recomputation(arguments: argparse.Namespace, stage: int) -> dict[str, Any]:
+    """Gradients with activation checkpointing, and what a rank holds of the weights after them."""
+    settings = {"zero_stage": stage, "activation_checkpointing": True}
+    rank = Rank(arguments, make_config(Path(arguments.models) / "untied", policy=settings))
+    found: dict[str, Any] = {}
+    for layout, tokens in (("1x8", 4096), ("8x1", 1)):
+        rank.configure(policy={"max_tokens_per_microbatch": tokens})
+        found[f"gradients {layout}"] = rank.gradients(make_samples())
+    matrices = [p for p in rank.learner._zero.model.parameters() if p.dim() == 2]
+    found["whole matrices"] = sum(parameter.numel() > 0 for parameter in matrices)
+    return found
+
+
 def check_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """What does not depend on the stage: dropout, temperature, parity, minibatches, reference KL."""
     found: dict[str, Any] = {}
@@ -312,6 +325,7 @@ def main() -> None:
         for model, dtype in (("untied", "float32"), ("tied", "float32"), ("tied", "bfloat16")):
             found[f"training {stage} {model} {dtype}"] = check_training(arguments, model, dtype, stage)
         found[f"critic {stage}"] = check_critic(arguments, stage)
+        found[f"recomputation {stage}"] = check_recomputation(arguments, stage)
     found["settings"] = check_settings(arguments)
     found["loss"] = check_loss(arguments)
     torch.save(found, Path(arguments.out) / f"found-{arguments.world}-{arguments.rank}.pt")

@@ -139,6 +139,23 @@ class TestGradients:
             assert losses["loss of one and three tokens, sequence_mean_token_mean"] == pytest.approx(0.0, abs=1e-6)
 
 
+class TestActivationCheckpointing:
+    @pytest.mark.parametrize("run", RUNS)
+    @pytest.mark.parametrize("stage", STAGES)
+    @pytest.mark.parametrize("layout", ["1x8", "8x1"])
+    def test_gradient_is_the_same(
+        self, found: Found, plain_gradients: dict[str, torch.Tensor], run: str, stage: int, layout: str
+    ) -> None:
+        gradients = found[run][f"recomputation {stage}"][f"gradients {layout}"]
+        assert relative(gradients, plain_gradients) < FLOAT32_BOUND
+
+    @pytest.mark.parametrize("run", RUNS)
+    def test_sharded_weights_do_not_stay_whole_after_layers_were_computed_again(self, found: Found, run: str) -> None:
+        # Two layers of 7 matrices, embedding and head. Keys and values, 128 x 64, are too small to be sharded.
+        assert found[run]["recomputation 1"]["whole matrices"] == 16
+        assert found[run]["recomputation 3"]["whole matrices"] == 4
+
+
 class TestFailures:
     @pytest.mark.parametrize("run", RUNS)
     @pytest.mark.parametrize("stage", STAGES)

@@ -120,6 +120,22 @@ def test_policy_activations_follow_the_formula() -> None:
     assert pool.bytes.activations == 20992 + 3840 + 320
 
 
+def test_checkpointed_activations_are_the_inputs_of_all_layers_and_one_layer_in_full() -> None:
+    # 32 tokens, bfloat16: inputs 2 layers x 8 x 2 = 32 bytes a token, and 328 for the layer that is computed again:
+    # 11520. Logits and the head's gradient as without.
+    pool = needs(config(policy={"activation_checkpointing": True}), SMALL).pool("policy")
+    assert pool is not None
+    assert pool.bytes.activations == 11520 + 3840 + 320
+
+
+def test_a_critic_checkpoints_activations_by_its_own_setting() -> None:
+    # 16 tokens x (32 + 328), no logits.
+    settings = {"max_tokens_per_microbatch": 16, "activation_checkpointing": True}
+    pool = needs(config(algorithm={"advantage": "gae"}, critic=settings), SMALL).pool("critic")
+    assert pool is not None
+    assert pool.bytes.activations == 5760
+
+
 def test_a_sequence_longer_than_the_cap_sets_the_activations() -> None:
     long = needs(config(data={"max_prompt_tokens": 60}), SMALL).pool("policy")
     capped = needs(config(policy={"max_tokens_per_microbatch": 64}), SMALL).pool("policy")
