@@ -355,8 +355,12 @@ class LearnerConfig(Section):
     )
     max_tokens_per_microbatch: PositiveInt = Field(
         default=2048,
-        description="Cap on the tokens of one micro-batch, a prompt counted once for its samples in it; a single "
-        "longer sequence stands alone.",
+        description="Cap on the tokens of one micro-batch, a prompt counted once for its samples in it.",
+    )
+    longer_sequences: Literal["alone", "refuse"] = Field(
+        default="alone",
+        description="A sequence that is longer than the cap: alone in a micro-batch, or refused, which makes the cap a "
+        "hard one.",
     )
     activation_checkpointing: bool = Field(
         default=False,

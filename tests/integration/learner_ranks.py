@@ -250,6 +250,8 @@ def check_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         1, [s.with_scores(reference=poisoned) for s in samples]
     ).metrics
     found["no reference"] = rank.learner.update(1, samples).metrics
+    rank.configure(policy={"learning_rate": 0.0, "max_tokens_per_microbatch": 2, "longer_sequences": "refuse"})
+    found["longer sequences refused"] = rank.failure(samples)
     return found
 
 

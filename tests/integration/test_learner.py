@@ -165,6 +165,12 @@ class TestFailures:
         assert message.startswith(f"fetching samples failed on rank {rank}: ValueError: sample ")
 
     @pytest.mark.parametrize("run", RUNS)
+    def test_sequence_beyond_a_hard_cap_fails_on_all(self, found: Found, run: str) -> None:
+        message = found[run]["settings"]["longer sequences refused"]
+        assert message.startswith("fetching samples failed on rank 0: ValueError: sample 0-0 has ")
+        assert "more than the 2 of a micro-batch, and longer sequences are refused" in message
+
+    @pytest.mark.parametrize("run", RUNS)
     @pytest.mark.parametrize("stage", STAGES)
     def test_loss_that_is_not_finite_names_the_sample(self, found: Found, run: str, stage: int) -> None:
         message = found[run][f"stage {stage} float32"]["NaN advantage"]
