@@ -13,14 +13,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlhf.config.schema import LearnerConfig
+from rlhf.learners.rate import matrix_rate
 from rlhf.models.arrangement import Arrangement
 from rlhf.models.distributed import PERSISTENT_ELEMENTS, register_borrowed
+from rlhf.models.load import DTYPES
+from rlhf.models.operations import Operations
 
 # Elements, not bytes. DeepSpeed allocates a buffer of this size, and its default of 5e8 is 2 GB in float32.
 REDUCE_BUCKET_ELEMENTS = 50_000_000
@@ -62,6 +66,7 @@ class ZeroEngine:
         import deepspeed
 
         self._settings = learner
+        self._dtype = DTYPES[dtype]
         self._world_size = world_size
         self.stage = learner.zero_stage
         self.device = device
@@ -84,8 +89,18 @@ class ZeroEngine:
         )
 
         self.arrangement = Arrangement.of(self.model)
+        self.operations = Operations.of(self.model)
         # Called before an optimizer step changes weights and optimizer state.
         self.before_change: Callable[[], None] = lambda: None
+
+    @cached_property
+    def matrix_rate(self) -> float:
+        """FLOP/s of large matrix products on this rank, in the dtype that it computes in.
+
+        Measured once, when it is first asked for: after an update and not at the start, when the engines start on the
+        same cores. The ranks ask together, so that they share a machine as they do in an update.
+        """
+        return matrix_rate(self.device, self._dtype)
 
     def forward(self, *inputs: Any) -> Any:
         """The model's own forward pass."""
