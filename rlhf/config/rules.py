@@ -112,6 +112,19 @@ def refused_sequences_can_not_come(config: Config) -> Iterator[Problem]:
             )
 
 
+def offloaded_states_are_sharded(config: Config) -> Iterator[Problem]:
+    """`offload` needs `zero_stage: 3`."""
+    for name, learner in _learners(config):
+        if learner.offload != "none" and learner.zero_stage != 3:
+            yield problem(
+                config,
+                f"{name}.offload",
+                f"needs {name}.zero_stage 3: below it weights can't be offloaded, and DeepSpeed would add up offloaded "
+                "gradients in the dtype of the model and not in float32",
+                f"Set {name}.zero_stage: 3, or {name}.offload: none",
+            )
+
+
 def _learners(config: Config) -> Iterator[tuple[str, LearnerConfig]]:
     """The learners that the run starts; of a critic that isn't, `critic_is_needed` refuses every setting."""
     yield "policy", config.policy
@@ -268,6 +281,7 @@ RULES: tuple[Rule, ...] = (
     warmup_ends_before_the_run,
     every_update_has_samples,
     refused_sequences_can_not_come,
+    offloaded_states_are_sharded,
     transport_fits_the_device,
     memory_settings_fit_the_device,
     system_prompt_has_a_template,

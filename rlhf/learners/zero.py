@@ -46,6 +46,7 @@ def deepspeed_config(learner: LearnerConfig, dtype: str) -> dict[str, Any]:
         "communication_data_type": "fp32",
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
+            **_offload(learner),
             "stage": learner.zero_stage,
             "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
             "overlap_comm": False,
@@ -54,6 +55,13 @@ def deepspeed_config(learner: LearnerConfig, dtype: str) -> dict[str, Any]:
         "steps_per_print": None,
         "wall_clock_breakdown": False,
     }
+
+
+def _offload(learner: LearnerConfig) -> dict[str, Any]:
+    """What lies in the host's memory. torch's AdamW steps there; DeepSpeed would have to compile one of its own."""
+    host = {"device": "cpu", "pin_memory": True}
+    sections: dict[str, Any] = {} if learner.offload == "none" else {"offload_optimizer": host}
+    return {**sections, "offload_param": host} if learner.offload == "optimizer_and_parameters" else sections
 
 
 class ZeroEngine:

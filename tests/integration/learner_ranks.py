@@ -216,6 +216,28 @@ def check_recomputation(arguments: argparse.Namespace, stage: int) -> dict[str, 
     return found
 
 
+def check_offload(arguments: argparse.Namespace, offload: str, dtype: str) -> dict[str, Any]:
+    """Gradients with what lies in the host's memory, failures that may move no weight, and three updates."""
+    found: dict[str, Any] = {}
+    settings = {"zero_stage": 3, "offload": offload}
+    rank = Rank(arguments, make_config(Path(arguments.models) / "untied", dtype, policy=settings))
+    samples, start = make_samples(), rank.weights()
+    for layout, tokens in (("1x8", 4096), ("8x1", 1)):
+        rank.configure(policy={"max_tokens_per_microbatch": tokens})
+        found[f"gradients {layout}"] = rank.gradients(samples)
+    found["NaN advantage"] = rank.failure([*samples[:2], with_advantage(samples[2], float("nan")), *samples[3:]])
+    found["gradient overflows"] = rank.failure([with_advantage(s, 3e38) for s in samples])
+    unmoved = rank.weights()
+    found["unmoved"] = all(torch.equal(start[name], unmoved[name]) for name in start)
+    rank.configure()
+    for step in (1, 2, 3):
+        rank.learner.update(step, make_samples(step))
+    found["weights"] = rank.weights()
+    optimizer = rank.learner.engine.optimizer
+    found["in effect"] = (optimizer.offload_optimizer, optimizer.offload_param)
+    return found
+
+
 def check_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """What does not depend on the stage: dropout, temperature, parity, minibatches, reference KL."""
     found: dict[str, Any] = {}
@@ -328,6 +350,9 @@ def main() -> None:
             found[f"training {stage} {model} {dtype}"] = check_training(arguments, model, dtype, stage)
         found[f"critic {stage}"] = check_critic(arguments, stage)
         found[f"recomputation {stage}"] = check_recomputation(arguments, stage)
+    for offload in ("optimizer", "optimizer_and_parameters"):
+        for dtype in ("float32", "bfloat16"):
+            found[f"offload {offload} {dtype}"] = check_offload(arguments, offload, dtype)
     found["settings"] = check_settings(arguments)
     found["loss"] = check_loss(arguments)
     torch.save(found, Path(arguments.out) / f"found-{arguments.world}-{arguments.rank}.pt")

@@ -163,6 +163,36 @@ class TestActivationCheckpointing:
         assert found[run]["recomputation 3"]["whole matrices"] == 4
 
 
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("offload", ["optimizer", "optimizer_and_parameters"])
+class TestOffload:
+    @pytest.mark.parametrize(("dtype", "bound"), [("float32", FLOAT32_BOUND), ("bfloat16", BFLOAT16_BOUND)])
+    def test_gradient_is_the_same(
+        self, found: Found, plain_gradients: dict[str, torch.Tensor], run: str, offload: str, dtype: str, bound: float
+    ) -> None:
+        for layout in ("1x8", "8x1"):
+            gradients = found[run][f"offload {offload} {dtype}"][f"gradients {layout}"]
+            assert relative(gradients, plain_gradients) < bound
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_three_updates_give_the_weights_that_they_give_without(
+        self, found: Found, run: str, offload: str, dtype: str
+    ) -> None:
+        if dtype == "float32":
+            weights = found[run][f"training 3 untied {dtype}"]["weights"]
+            assert relative(found[run][f"offload {offload} {dtype}"]["weights"], weights) < 1e-6
+        # The setting has arrived in DeepSpeed, or equal weights would prove nothing.
+        expected = (True, offload == "optimizer_and_parameters")
+        assert found[run][f"offload {offload} {dtype}"]["in effect"] == expected
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_steps_that_fail_leave_every_bit(self, found: Found, run: str, offload: str, dtype: str) -> None:
+        checked = found[run][f"offload {offload} {dtype}"]
+        assert "was not applied" in checked["gradient overflows"]
+        assert "not finite" in checked["NaN advantage"]
+        assert checked["unmoved"]
+
+
 class TestFailures:
     @pytest.mark.parametrize("run", RUNS)
     @pytest.mark.parametrize("stage", STAGES)

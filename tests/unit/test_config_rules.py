@@ -64,6 +64,14 @@ def test_a_hard_cap_of_the_critic_is_its_own() -> None:
     assert "critic.longer_sequences is refuse" in found["critic.max_tokens_per_microbatch"]
 
 
+@pytest.mark.parametrize("offload", ["optimizer", "optimizer_and_parameters"])
+def test_offload_needs_zero_3(offload: str) -> None:
+    for stage in (1, 2):
+        found = refusals({"policy.offload": offload, "policy.zero_stage": stage})
+        assert "needs policy.zero_stage 3" in found["policy.offload"]
+    assert build({"policy.offload": offload, "policy.zero_stage": 3}).policy.offload == offload
+
+
 def test_settings_of_another_device_are_refused() -> None:
     found = refusals(
         {
