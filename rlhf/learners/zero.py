@@ -6,6 +6,8 @@ Invariants
 - Masters, accumulation and reductions are float32 whatever the compute dtype. DeepSpeed's defaults are the model's
   dtype for accumulation and bfloat16 for reductions, so both are set.
 - A step whose gradient norm is not finite is not applied, at any stage.
+- At stage 1 gradients are reduced once an optimizer step, after its last micro-batch. At 2 and 3, where no rank has
+  room for all of them, they are reduced after each.
 """
 
 from __future__ import annotations

@@ -216,6 +216,27 @@ def check_recomputation(arguments: argparse.Namespace, stage: int) -> dict[str, 
     return found
 
 
+def check_collectives(arguments: argparse.Namespace, stage: int, dtype: str) -> dict[int, int]:
+    """Collective calls of one optimizer step, by its number of micro-batches on a rank."""
+    rank = Rank(arguments, make_config(Path(arguments.models) / "untied", dtype, policy={"zero_stage": stage}))
+    # Four groups for each rank, of one sample with six tokens.
+    samples = [make_sample(4 * group, [5, 76, 5], [84, 7, 2], 1.0) for group in range(4 * arguments.world)]
+    # DeepSpeed meets a few times more in the first step.
+    rank.learner.update(1, samples)
+    found = {}
+    for micro_batches in (1, 4):
+        rank.configure(policy={"max_tokens_per_microbatch": 4 * 6 // micro_batches})
+        update = rank.learner._update
+        shard = update.shard(samples, 1)
+        (minibatch,) = shard.layout.minibatches
+        assert [len(share) for share in minibatch.ranks] == [micro_batches] * arguments.world
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
+            update.accumulate(minibatch, shard, update.meter(shard), Turn())
+            update._apply(minibatch, 1e-3)
+        found[micro_batches] = sum(event.name.startswith("c10d::") for event in profiler.events())
+    return found
+
+
 def check_offload(arguments: argparse.Namespace, offload: str, dtype: str) -> dict[str, Any]:
     """Gradients with what lies in the host's memory, failures that may move no weight, and three updates."""
     found: dict[str, Any] = {}
@@ -350,6 +371,8 @@ def main() -> None:
             found[f"training {stage} {model} {dtype}"] = check_training(arguments, model, dtype, stage)
         found[f"critic {stage}"] = check_critic(arguments, stage)
         found[f"recomputation {stage}"] = check_recomputation(arguments, stage)
+    for stage, dtype in ((1, "float32"), (1, "bfloat16"), (2, "float32")):
+        found[f"collectives {stage} {dtype}"] = check_collectives(arguments, stage, dtype)
     for offload in ("optimizer", "optimizer_and_parameters"):
         for dtype in ("float32", "bfloat16"):
             found[f"offload {offload} {dtype}"] = check_offload(arguments, offload, dtype)

@@ -146,6 +146,23 @@ class TestGradients:
             assert losses["loss of one and three tokens, sequence_mean_token_mean"] == pytest.approx(0.0, abs=1e-6)
 
 
+class TestCommunication:
+    @pytest.mark.parametrize("run", RUNS[1:])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_at_stage_1_gradients_are_reduced_once_however_many_micro_batches_there_are(
+        self, found: Found, run: str, dtype: str
+    ) -> None:
+        # What three micro-batches more add is a vote each, before they go backward.
+        calls = found[run][f"collectives 1 {dtype}"]
+        assert calls[4] - calls[1] == 3
+
+    @pytest.mark.parametrize("run", RUNS[1:])
+    def test_at_stage_2_every_micro_batch_is_reduced(self, found: Found, run: str) -> None:
+        # A vote each, and at least one reduction: a count that can tell the two apart.
+        calls = found[run]["collectives 2 float32"]
+        assert calls[4] - calls[1] >= 6
+
+
 class TestActivationCheckpointing:
     @pytest.mark.parametrize("run", RUNS)
     @pytest.mark.parametrize("stage", STAGES)
