@@ -199,6 +199,7 @@ def check_training(arguments: argparse.Namespace, model: str, dtype: str, stage:
         found["metrics"].append(result.metrics)
         found["spans"] = [s.name for s in result.spans]
     found["weights"] = rank.weights()
+    found["operations"] = rank.learner._zero.operations
     rank.learner.export(Path(arguments.out) / f"export-{arguments.world}-{model}-{dtype}-{stage}")
     return found
 
@@ -212,6 +213,7 @@ def check_recomputation(arguments: argparse.Namespace, stage: int) -> dict[str, 
         rank.configure(policy={"max_tokens_per_microbatch": tokens})
         found[f"gradients {layout}"] = rank.gradients(make_samples())
     matrices = [p for p in rank.learner._zero.model.parameters() if p.dim() == 2]
+    found["in effect"] = rank.learner._zero.model.lm.is_gradient_checkpointing
     found["whole matrices"] = sum(parameter.numel() > 0 for parameter in matrices)
     return found
 
