@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def found(folder: Path) -> Iterator[Found]:
-    """What each of the three processes found, by its name in `RUNS`."""
-    command = [sys.executable, "-m", "tests.integration.learner_ranks", "--models", str(folder), "--out", str(folder)]
+def run_ranks(module: str, folder: Path) -> Found:
+    """Run that module of this folder in all three processes; what each found, by its name in `RUNS`."""
+    command = [sys.executable, "-m", f"tests.integration.{module}", "--models", str(folder), "--out", str(folder)]
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder / "extensions"), "OMP_NUM_THREADS": "1"}
     ports = {1: _free_port(), 2: _free_port()}
     members = [(1, 0), (2, 0), (2, 1)]
@@ -69,10 +67,15 @@ def found(folder: Path) -> Iterator[Found]:
         for process in processes:
             process.kill()
             process.wait()
-    yield {
+    return {
         name: torch.load(folder / f"found-{world}-{rank}.pt", weights_only=False)
         for name, (world, rank) in zip(RUNS, members, strict=True)
     }
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Found:
+    return run_ranks("learner_ranks", folder)
 
 
 def of_the_batch(metrics: dict[str, float]) -> dict[str, float]:
@@ -102,15 +105,20 @@ def plain_loss(model: Any, seed: int) -> torch.Tensor:
     return torch.cat(losses).mean()
 
 
-@pytest.fixture(scope="module")
-def plain_gradients(folder: Path) -> dict[str, torch.Tensor]:
+def gradients_of(model_folder: Path) -> dict[str, torch.Tensor]:
+    """Loss and gradients of the first batch by plain torch."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder / "untied")
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
     loss = plain_loss(model, 0)
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {"loss": loss.detach().double()[None], **gradients}
+
+
+@pytest.fixture(scope="module")
+def plain_gradients(folder: Path) -> dict[str, torch.Tensor]:
+    return gradients_of(folder / "untied")
 
 
 class TestGradients:
@@ -145,71 +153,6 @@ class TestGradients:
             losses = found[run][f"stage {stage} {dtype}"]
             assert losses["loss of one and three tokens, token_mean"] == pytest.approx(0.5, abs=1e-6)
             assert losses["loss of one and three tokens, sequence_mean_token_mean"] == pytest.approx(0.0, abs=1e-6)
-
-
-class TestCommunication:
-    @pytest.mark.parametrize("run", RUNS[1:])
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_at_stage_1_gradients_are_reduced_once_however_many_micro_batches_there_are(
-        self, found: Found, run: str, dtype: str
-    ) -> None:
-        # What three micro-batches more add is a vote each, before they go backward.
-        calls = found[run][f"collectives 1 {dtype}"]
-        assert calls[4] - calls[1] == 3
-
-    @pytest.mark.parametrize("run", RUNS[1:])
-    def test_at_stage_2_every_micro_batch_is_reduced(self, found: Found, run: str) -> None:
-        # A vote each, and at least one reduction: a count that can tell the two apart.
-        calls = found[run]["collectives 2 float32"]
-        assert calls[4] - calls[1] >= 6
-
-
-class TestActivationCheckpointing:
-    @pytest.mark.parametrize("run", RUNS)
-    @pytest.mark.parametrize("stage", STAGES)
-    @pytest.mark.parametrize("layout", ["1x8", "8x1"])
-    def test_gradient_is_the_same(
-        self, found: Found, plain_gradients: dict[str, torch.Tensor], run: str, stage: int, layout: str
-    ) -> None:
-        checked = found[run][f"recomputation {stage}"]
-        assert checked["in effect"]
-        assert relative(checked[f"gradients {layout}"], plain_gradients) < FLOAT32_BOUND
-
-    @pytest.mark.parametrize("run", RUNS)
-    def test_sharded_weights_do_not_stay_whole_after_layers_were_computed_again(self, found: Found, run: str) -> None:
-        # Two layers of 7 matrices, embedding and head. Keys and values, 128 x 64, are too small to be sharded.
-        assert found[run]["recomputation 1"]["whole matrices"] == 16
-        assert found[run]["recomputation 3"]["whole matrices"] == 4
-
-
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("offload", ["optimizer", "optimizer_and_parameters"])
-class TestOffload:
-    @pytest.mark.parametrize(("dtype", "bound"), [("float32", FLOAT32_BOUND), ("bfloat16", BFLOAT16_BOUND)])
-    def test_gradient_is_the_same(
-        self, found: Found, plain_gradients: dict[str, torch.Tensor], run: str, offload: str, dtype: str, bound: float
-    ) -> None:
-        for layout in ("1x8", "8x1"):
-            gradients = found[run][f"offload {offload} {dtype}"][f"gradients {layout}"]
-            assert relative(gradients, plain_gradients) < bound
-
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_three_updates_give_the_weights_that_they_give_without(
-        self, found: Found, run: str, offload: str, dtype: str
-    ) -> None:
-        if dtype == "float32":
-            weights = found[run][f"training 3 untied {dtype}"]["weights"]
-            assert relative(found[run][f"offload {offload} {dtype}"]["weights"], weights) < 1e-6
-        # The setting has arrived in DeepSpeed, or equal weights would prove nothing.
-        expected = (True, offload == "optimizer_and_parameters")
-        assert found[run][f"offload {offload} {dtype}"]["in effect"] == expected
-
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_steps_that_fail_leave_every_bit(self, found: Found, run: str, offload: str, dtype: str) -> None:
-        checked = found[run][f"offload {offload} {dtype}"]
-        assert "was not applied" in checked["gradient overflows"]
-        assert "not finite" in checked["NaN advantage"]
-        assert checked["unmoved"]
 
 
 class TestFailures:
