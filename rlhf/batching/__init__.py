@@ -1,7 +1,7 @@
 """Token-budget micro-batches, balanced over ranks, and the samples that go into them."""
 
 from rlhf.batching.packing import CostModel, plan_packed
-from rlhf.batching.plan import MicroBatch, Minibatch, Plan, SampleLength, plan
+from rlhf.batching.plan import LongerSequences, MicroBatch, Minibatch, Plan, SampleLength, plan
 from rlhf.batching.samples import (
     Estimates,
     LearnerSample,
@@ -15,6 +15,7 @@ __all__ = [
     "CostModel",
     "Estimates",
     "LearnerSample",
+    "LongerSequences",
     "MicroBatch",
     "Minibatch",
     "Plan",

@@ -8,7 +8,8 @@ Invariants
 - A group's samples are in one minibatch, unless there are fewer groups than minibatches.
 - In a minibatch every rank has the same number of micro-batches, so that all ranks make the same collective calls;
   where a rank has too few samples for that, the rest of its micro-batches are empty.
-- A micro-batch has at most `max_tokens` unique tokens; a single longer sample stands alone.
+- A micro-batch has at most `max_tokens` unique tokens. A single longer sample stands alone, or the plan is refused for
+  it, as `longer` says; nothing is cut or left out.
 - In a micro-batch the samples of a group follow one another, so they can share their prompt.
 - What a rank has of a group is in one micro-batch where it fits into one.
 - A group is on several ranks only when it doesn't fit into a micro-batch, or when the rank with the highest cost would
@@ -23,7 +24,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from rlhf.batching.plan import MicroBatch, Minibatch, Plan, SampleLength, by_group, check_request, split, unique_tokens
+from rlhf.batching.plan import (
+    LongerSequences,
+    MicroBatch,
+    Minibatch,
+    Plan,
+    SampleLength,
+    by_group,
+    check_request,
+    split,
+    unique_tokens,
+)
 
 # How far the most expensive rank may be above the mean before groups are split for it.
 TOLERANCE = 0.005
@@ -76,13 +87,15 @@ def plan_packed(
     max_tokens: int,
     cost: CostModel,
     tolerance: float = TOLERANCE,
+    longer: LongerSequences = "alone",
 ) -> Plan:
     """Plan one pass over `samples`.
 
     There are as many minibatches as asked for, or one a sample where there are fewer samples. Raises `ValueError` on
-    a sample id that occurs twice, an empty sample, a group with prompts of different lengths, or counts below 1.
+    a sample id that occurs twice, an empty sample, a group with prompts of different lengths, counts below 1, and with
+    `longer` "refuse" on a sample of more than `max_tokens`.
     """
-    check_request(samples, ranks, minibatches, max_tokens)
+    check_request(samples, ranks, minibatches, max_tokens, longer)
     _check_prompts(samples)
     parts = split(samples, minibatches)
     return Plan(tuple(_plan_minibatch(part, ranks, max_tokens, cost, tolerance) for part in parts))

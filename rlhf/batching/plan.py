@@ -5,7 +5,8 @@ Invariants
 - A group's samples are in one minibatch, unless there are fewer groups than minibatches.
 - In a minibatch every rank has the same number of micro-batches, so that all ranks make the same collective calls;
   where a rank has too few samples for that, the rest of its micro-batches are empty.
-- A micro-batch's padded size, rows times longest, is at most `max_tokens`; a single longer sample stands alone.
+- A micro-batch's padded size, rows times longest, is at most `max_tokens`. A single longer sample stands alone, or the
+  plan is refused for it, as `longer` says; nothing is cut or left out.
 - A rank's load in tokens exceeds another's by at most the longest sample of the minibatch.
 - The plan is a function of its arguments: every rank computes it for itself and all get the same.
 """
@@ -14,6 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+# What becomes of a sample that is longer than a micro-batch may be.
+LongerSequences = Literal["alone", "refuse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +98,23 @@ class Plan:
     minibatches: tuple[Minibatch, ...]
 
 
-def plan(samples: Sequence[SampleLength], ranks: int, minibatches: int, max_tokens: int) -> Plan:
+def plan(
+    samples: Sequence[SampleLength], ranks: int, minibatches: int, max_tokens: int, longer: LongerSequences = "alone"
+) -> Plan:
     """Plan one pass over `samples`.
 
     There are as many minibatches as asked for, or one a sample where there are fewer samples. Raises `ValueError` on
-    a sample id that occurs twice, an empty sample, or counts below 1.
+    a sample id that occurs twice, an empty sample, counts below 1, and with `longer` "refuse" on a sample of more than
+    `max_tokens`.
     """
-    check_request(samples, ranks, minibatches, max_tokens)
+    check_request(samples, ranks, minibatches, max_tokens, longer)
     return Plan(tuple(_plan_minibatch(part, ranks, max_tokens) for part in split(samples, minibatches)))
 
 
-def check_request(samples: Sequence[SampleLength], ranks: int, minibatches: int, max_tokens: int) -> None:
-    """Raise `ValueError` on counts below 1, an empty sample, or a sample id that occurs twice."""
+def check_request(
+    samples: Sequence[SampleLength], ranks: int, minibatches: int, max_tokens: int, longer: LongerSequences
+) -> None:
+    """Raise `ValueError` on counts below 1, samples that are empty or refused for their length, and ids used twice."""
     for name, value in (("ranks", ranks), ("minibatches", minibatches), ("max_tokens", max_tokens)):
         if value < 1:
             raise ValueError(f"{name} is {value}: it has to be at least 1")
@@ -114,6 +124,11 @@ def check_request(samples: Sequence[SampleLength], ranks: int, minibatches: int,
             raise ValueError(f"sample {sample.sample_id} is in the batch twice: every sample is trained on once")
         if sample.tokens < 1:
             raise ValueError(f"sample {sample.sample_id} has {sample.tokens} tokens: it needs at least one")
+        if longer == "refuse" and sample.tokens > max_tokens:
+            raise ValueError(
+                f"sample {sample.sample_id} has {sample.tokens} tokens, more than the {max_tokens} of a micro-batch, "
+                "and longer sequences are refused"
+            )
         seen.add(sample.sample_id)
 
 

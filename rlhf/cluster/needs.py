@@ -54,12 +54,16 @@ class DeviceBytes:
 
 @dataclass(frozen=True, slots=True)
 class PoolNeeds:
-    """One pool: `units` ranks (or engines, or worker processes) of `devices_per_unit` devices each."""
+    """One pool: `units` ranks (or engines, or worker processes) of `devices_per_unit` devices each.
+
+    `host_bytes` is what a unit keeps in its host's memory beside its devices' own.
+    """
 
     pool: str
     units: int
     devices_per_unit: int
     bytes: DeviceBytes
+    host_bytes: int = 0
     problems: tuple[str, ...] = ()
 
     @property
@@ -69,7 +73,7 @@ class PoolNeeds:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the whole pool, over all its devices."""
+        """Bytes of the whole pool on all its devices."""
         return self.devices * self.bytes.total
 
 
@@ -89,6 +93,11 @@ class Needs:
     def total_bytes(self) -> int:
         """Bytes of all pools, over all devices."""
         return sum(pool.total_bytes for pool in self.pools)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all pools in their hosts' memory, beside the devices'."""
+        return sum(pool.units * pool.host_bytes for pool in self.pools)
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -123,6 +132,10 @@ def needs(
       and the output of each norm, the residual stream, queries and keys before and after rotation, values, the
       attention output and four MLP arrays (after Korthikanti et al., arXiv:2205.05198, section 4); plus the logits
       of one chunk and the float32 gradient of the output head.
+      With activation checkpointing L layers become one, the one that is computed again, plus T L c h for the inputs of
+      all (ibid., section 5).
+      Offloaded optimizer state has its gradients twice, as they are added up and as the optimizer gets them: 8 P / R.
+      With GPUs both, and offloaded weights, are in the host's memory and nothing of them on the device.
     - critic: as the policy, with its own settings and P without the output head but with h for the value head; one
       value a token instead of logits; at ZeRO 3 its weights have beside them the largest part that is gathered at a
       time, one layer or the embedding.
@@ -136,10 +149,10 @@ def needs(
       training goes on (on a GPU the copy is in the host's memory).
     - reward: worker processes of reward functions on the CPU, no devices.
     """
-    pools = [_policy(config, shape)]
+    pools = [_policy(config, shape, device)]
     if needs_critic(config):
         start = reward_shape if config.critic.model == "reward" else None
-        pools.append(_critic(config, critic_shape or start or shape))
+        pools.append(_critic(config, critic_shape or start or shape, device))
     if config.checkpoint.every > 0 and device == "cpu":
         pools = [_with_copy(pool) for pool in pools]
     if needs_reference(config):
@@ -187,13 +200,13 @@ def _with_scalar_head(shape: ModelShape) -> int:
     return shape.parameters - (0 if shape.tied else shape.embedding_parameters) + shape.hidden
 
 
-def _policy(config: Config, shape: ModelShape) -> PoolNeeds:
+def _policy(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
     policy, item = config.policy, _itemsize(config)
     tokens = _share(_tokens(config, policy.max_tokens_per_microbatch), policy.sequence_parallel)
     head_gradient = FLOAT32 * shape.embedding_parameters
     gathered = _gathered(shape, item) if policy.zero_stage == 3 else 0
     weights, gradients, optimizer = _states(policy, item, shape.parameters)
-    return PoolNeeds(
+    pool = PoolNeeds(
         "policy",
         policy.ranks,
         1,
@@ -201,18 +214,19 @@ def _policy(config: Config, shape: ModelShape) -> PoolNeeds:
             weights=weights,
             gradients=gradients,
             optimizer=optimizer,
-            activations=_training_layers(shape, item, tokens) + _logits(shape, tokens) + head_gradient,
+            activations=_training_layers(policy, shape, item, tokens) + _logits(shape, tokens) + head_gradient,
             sync_buckets=_bucket(config, shape) + gathered,
         ),
         problems=_sequence_problems("policy", policy, shape),
     )
+    return _offloaded(pool, policy, weights, device)
 
 
-def _critic(config: Config, shape: ModelShape) -> PoolNeeds:
+def _critic(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
     critic, item = config.critic, _itemsize(config)
     tokens = _share(_tokens(config, critic.max_tokens_per_microbatch), critic.sequence_parallel)
     weights, gradients, optimizer = _states(critic, item, _with_scalar_head(shape))
-    return PoolNeeds(
+    pool = PoolNeeds(
         "critic",
         critic.ranks,
         1,
@@ -220,15 +234,30 @@ def _critic(config: Config, shape: ModelShape) -> PoolNeeds:
             weights=weights + (_gathered(shape, item) if critic.zero_stage == 3 else 0),
             gradients=gradients,
             optimizer=optimizer,
-            activations=_training_layers(shape, item, tokens),
+            activations=_training_layers(critic, shape, item, tokens),
         ),
         problems=_sequence_problems("critic", critic, shape),
     )
+    return _offloaded(pool, critic, weights, device)
 
 
 def _with_copy(pool: PoolNeeds) -> PoolNeeds:
     """The pool of a learner that writes checkpoints."""
     return replace(pool, bytes=replace(pool.bytes, checkpoint=pool.bytes.weights + pool.bytes.optimizer))
+
+
+def _offloaded(pool: PoolNeeds, learner: LearnerConfig, weights: int, device: Device) -> PoolNeeds:
+    """A learner's pool with what it offloads in the host's memory, of `weights` its share; on CPU nothing moves."""
+    if learner.offload == "none":
+        return pool
+    held = replace(pool.bytes, gradients=2 * pool.bytes.gradients)
+    if device == "cpu":
+        return replace(pool, bytes=held)
+    moved = held.gradients + held.optimizer
+    left = replace(held, gradients=0, optimizer=0)
+    if learner.offload == "optimizer_and_parameters":
+        moved, left = moved + weights, replace(left, weights=left.weights - weights)
+    return replace(pool, bytes=left, host_bytes=moved)
 
 
 def _states(learner: LearnerConfig, item: int, count: int) -> tuple[int, int, int]:
@@ -240,10 +269,12 @@ def _states(learner: LearnerConfig, item: int, count: int) -> tuple[int, int, in
     )
 
 
-def _training_layers(shape: ModelShape, item: int, tokens: int) -> int:
+def _training_layers(learner: LearnerConfig, shape: ModelShape, item: int, tokens: int) -> int:
     query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     per_layer = 2 * (FLOAT32 + item) * shape.hidden
     per_layer += item * (2 * shape.hidden + 3 * query + 3 * keys + 4 * shape.intermediate)
+    if learner.activation_checkpointing:
+        return tokens * (shape.layers * item * shape.hidden + per_layer)
     return tokens * shape.layers * per_layer
 
 
@@ -309,7 +340,7 @@ def _rollout(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
             kv_cache=rollout.kv_cache_bytes if device == "cpu" else least,
             sync_buckets=_bucket(config, shape),
         ),
-        tuple(_rollout_problems(config, shape, device, per_token)),
+        problems=tuple(_rollout_problems(config, shape, device, per_token)),
     )
 
 
@@ -369,16 +400,15 @@ def size(count: int) -> str:
 
 
 def render_table(needs: Needs, available: str | None = None) -> str:
-    """The placement table as plain text: one row a pool, bytes per device, and a total; `available` is a last line."""
+    """The placement table as plain text: a row a pool, with bytes per device; a total; `available` as the last line."""
     noun = "slots" if needs.device == "cpu" else "GPUs"
     columns = [field.name.replace("_", " ") for field in fields(DeviceBytes)]
-    rows: list[list[str]] = [["pool", "units", noun, *columns, "per device", "pool total"]]
+    rows: list[list[str]] = [["pool", "units", noun, *columns, "per device", "on host", "pool total"]]
     for pool in needs.pools:
         parts = [size(getattr(pool.bytes, field.name)) for field in fields(DeviceBytes)]
-        rows.append(
-            [pool.pool, str(pool.units), str(pool.devices), *parts, size(pool.bytes.total), size(pool.total_bytes)]
-        )
-    blanks = [""] * (len(columns) + 1)
+        held = [*parts, size(pool.bytes.total), size(pool.host_bytes), size(pool.total_bytes)]
+        rows.append([pool.pool, str(pool.units), str(pool.devices), *held])
+    blanks = [""] * (len(columns) + 2)
     rows.append(["all", "", str(needs.devices), *blanks, size(needs.total_bytes)])
     lines = _aligned(rows)
     if available is not None:

@@ -165,11 +165,11 @@ def _knobs(needs: Needs) -> str:
 
 def _memory_reasons(needs: Needs, resources: Resources, utilization: float) -> list[str]:
     if needs.device == "cuda":
-        return [
-            reason
+        gpu = (
+            _gpu_reason(pool, resources.gpu_bytes, utilization if pool.pool == "rollout" else 1.0)
             for pool in needs.pools
-            if (reason := _gpu_reason(pool, resources.gpu_bytes, utilization if pool.pool == "rollout" else 1.0))
-        ]
+        )
+        return [reason for reason in (*gpu, _host_reason(needs, resources)) if reason is not None]
     if needs.total_bytes <= resources.host_bytes:
         return []
     terms = "\n".join(
@@ -179,17 +179,30 @@ def _memory_reasons(needs: Needs, resources: Resources, utilization: float) -> l
     )
     return [
         f"needs {size(needs.total_bytes)} of host memory, cluster has {size(resources.host_bytes)}:\n{terms}\n    "
-        "Lower policy.max_tokens_per_microbatch, rollout.kv_cache_bytes or the number of ranks and engines, raise "
-        "policy.zero_stage with more than one rank, or use a smaller model"
+        "Lower policy.max_tokens_per_microbatch, rollout.kv_cache_bytes or the number of ranks and engines, set "
+        "policy.activation_checkpointing, raise policy.zero_stage with more than one rank, or use a smaller model"
     ]
+
+
+def _host_reason(needs: Needs, resources: Resources) -> str | None:
+    """What pools that run on GPUs keep in host memory, if it is too much."""
+    if needs.host_bytes <= resources.host_bytes:
+        return None
+    terms = " + ".join(f"{pool.pool} {pool.units} x {size(pool.host_bytes)}" for pool in needs.pools if pool.host_bytes)
+    return (
+        f"needs {size(needs.host_bytes)} of host memory for what is offloaded ({terms}), cluster has "
+        f"{size(resources.host_bytes)}. Set policy.offload or critic.offload to less"
+    )
 
 
 def _gpu_reason(pool: PoolNeeds, gpu_bytes: int | None, share: float) -> str | None:
     if gpu_bytes is None or pool.devices == 0 or pool.bytes.total <= gpu_bytes * share:
         return None
     remedy = {
-        "policy": "Raise policy.ranks with policy.zero_stage 3, or lower policy.max_tokens_per_microbatch",
-        "critic": "Raise critic.ranks with critic.zero_stage 3, or lower critic.max_tokens_per_microbatch",
+        "policy": "Raise policy.ranks with policy.zero_stage 3, set policy.activation_checkpointing or policy.offload, "
+        "or lower policy.max_tokens_per_microbatch",
+        "critic": "Raise critic.ranks with critic.zero_stage 3, set critic.activation_checkpointing or critic.offload, "
+        "or lower critic.max_tokens_per_microbatch",
         "reference": "Set reference.sharded with more reference.ranks, or lower policy.max_tokens_per_microbatch",
         "reward_model": "Set reward.model.sharded with more reward.model.ranks, or use a smaller reward model",
         "rollout": "Raise rollout.tensor_parallel or rollout.gpu_memory_utilization",

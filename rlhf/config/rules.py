@@ -94,6 +94,38 @@ def every_update_has_samples(config: Config) -> Iterator[Problem]:
             )
 
 
+def refused_sequences_can_not_come(config: Config) -> Iterator[Problem]:
+    """With `longer_sequences: refuse` the longest sequence of the run fits into a micro-batch.
+
+    The longest has data.max_prompt_tokens + rollout.max_new_tokens.
+    """
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    for name, learner in _learners(config):
+        cap = learner.max_tokens_per_microbatch
+        if learner.longer_sequences == "refuse" and prompt + response > cap:
+            yield problem(
+                config,
+                f"{name}.max_tokens_per_microbatch",
+                f"a sequence may have {prompt} + {response} = {prompt + response} tokens, and "
+                f"{name}.longer_sequences is refuse",
+                f"Use at least {prompt + response}, lower data.max_prompt_tokens or rollout.max_new_tokens, or set "
+                f"{name}.longer_sequences: alone",
+            )
+
+
+def offloaded_states_are_sharded(config: Config) -> Iterator[Problem]:
+    """`offload` needs `zero_stage: 3`."""
+    for name, learner in _learners(config):
+        if learner.offload != "none" and learner.zero_stage != 3:
+            yield problem(
+                config,
+                f"{name}.offload",
+                f"needs {name}.zero_stage 3: below it weights can't be offloaded, and DeepSpeed would add up offloaded "
+                "gradients in the dtype of the model and not in float32",
+                f"Set {name}.zero_stage: 3, or {name}.offload: none",
+            )
+
+
 def _learners(config: Config) -> Iterator[tuple[str, LearnerConfig]]:
     """The learners that the run starts; of a critic that isn't, `critic_is_needed` refuses every setting."""
     yield "policy", config.policy
@@ -265,6 +297,8 @@ RULES: tuple[Rule, ...] = (
     deterministic_is_possible,
     warmup_ends_before_the_run,
     every_update_has_samples,
+    refused_sequences_can_not_come,
+    offloaded_states_are_sharded,
     transport_fits_the_device,
     memory_settings_fit_the_device,
     system_prompt_has_a_template,

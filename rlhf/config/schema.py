@@ -360,8 +360,23 @@ class LearnerConfig(Section):
     )
     max_tokens_per_microbatch: PositiveInt = Field(
         default=2048,
-        description="Cap on the tokens of one micro-batch, a prompt counted once for its samples in it; a single "
-        "longer sequence stands alone.",
+        description="Cap on the tokens of one micro-batch, a prompt counted once for its samples in it.",
+    )
+    longer_sequences: Literal["alone", "refuse"] = Field(
+        default="alone",
+        description="A sequence that is longer than the cap: alone in a micro-batch, or refused, which makes the cap a "
+        "hard one.",
+    )
+    activation_checkpointing: bool = Field(
+        default=False,
+        description="Keep only the inputs of layers and compute the rest again in the backward pass: a third more "
+        "operations, for a fraction of the activations.",
+    )
+    offload: Literal["none", "optimizer", "optimizer_and_parameters"] = Field(
+        default="none",
+        description="What of a rank's share lies in the host's memory and not on its device: nothing, optimizer state "
+        "and gradients, or the weights as well. The optimizer's step is then the CPU's. For ZeRO stage 3; on CPU it is "
+        "the same memory.",
     )
     deadline_s: PositiveFloat = Field(
         default=1800, description="Deadline of one update, and of loading the model, seconds."

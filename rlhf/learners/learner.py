@@ -107,6 +107,10 @@ class Learner(ABC):
     def _load(self) -> nn.Module:
         """The model as the run begins with it."""
         module, start = self.build(), self._config.checkpoint.init_from
+        if self.settings.activation_checkpointing:
+            from rlhf.models.recomputation import recompute_activations
+
+            recompute_activations(module.lm)
         if start is not None:
             from rlhf.learners.initial import load_initial_weights
 

@@ -61,7 +61,8 @@ def make_shard(
     with ranks.together("fetching samples"):
         by_id = {sample.sample_id: sample for sample in samples}
         lengths = [sample.length for sample in samples]
-        layout = arrangement.plan(lengths, ranks.data_ranks, minibatches, learner.max_tokens_per_microbatch)
+        cap, longer = learner.max_tokens_per_microbatch, learner.longer_sequences
+        layout = arrangement.plan(lengths, ranks.data_ranks, minibatches, cap, longer)
         own = [by_id[i] for m in layout.minibatches for part in m.ranks[ranks.data_rank] for i in part.sample_ids]
         scores = {name: fetch_scores(own, name, deadline_s) for name in names}
         found = {name: columns for name, columns in scores.items() if columns is not None}

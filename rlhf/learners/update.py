@@ -24,6 +24,7 @@ from torch import Tensor
 from rlhf.algorithms.aggregation import Totals
 from rlhf.batching import LearnerSample, MicroBatch, Minibatch, ScoredColumns
 from rlhf.config.schema import Config, LearnerConfig
+from rlhf.learners.gauge import FORWARD_BACKWARD, OPTIMIZER, SCORE, Gauge
 from rlhf.learners.meter import TokenMeter
 from rlhf.learners.ranks import LearnerError, Ranks
 from rlhf.learners.schedule import learning_rate
@@ -31,7 +32,7 @@ from rlhf.learners.shard import Shard, make_shard
 from rlhf.learners.zero import ZeroEngine
 from rlhf.models.arrangement import Batch
 from rlhf.models.batch import unflatten
-from rlhf.tracking.spans import span
+from rlhf.tracking.spans import now, span
 
 # Enough to find the cause by; the rest is counted.
 SAMPLES_NAMED = 8
@@ -59,6 +60,7 @@ class UpdateLoop(ABC):
         self._steps = steps
         self._zero = zero
         self._ranks = ranks
+        self._gauge = Gauge(self.role, zero, ranks)
 
     @abstractmethod
     def predict(self, batch: Batch) -> Tensor:
@@ -82,14 +84,14 @@ class UpdateLoop(ABC):
             raise ValueError(f"step {step} has no samples to train on: a step without any is to be skipped")
         with span(f"{self.role}/fetch", step):
             shard = self.shard(samples, self._learner.minibatches)
-        rate = learning_rate(self._learner, step, self._steps)
+        begin, rate = now(), learning_rate(self._learner, step, self._steps)
         meter = self.meter(shard)
         loss, norms = 0.0, list[float]()
         for epoch in range(self._learner.epochs):
             for minibatch in shard.layout.minibatches:
-                with span(f"{self.role}/forward_backward", step):
+                with self._gauge.phase(FORWARD_BACKWARD, step):
                     loss += self.accumulate(minibatch, shard, meter, Turn(epoch, len(norms)))
-                with span(f"{self.role}/optimizer", step):
+                with self._gauge.phase(OPTIMIZER, step):
                     norms.append(self._apply(minibatch, rate))
         (total_loss,) = self._ranks.sum_of_shares([loss])
         return {
@@ -97,6 +99,7 @@ class UpdateLoop(ABC):
             f"{self.role}/loss": total_loss / len(norms),
             f"{self.role}/grad_norm": sum(norms) / len(norms),
             f"{self.role}/learning_rate": rate,
+            **self._gauge.read(shard.layout, self._learner.epochs, begin),
         }
 
     def shard(self, samples: Sequence[LearnerSample], minibatches: int) -> Shard:
@@ -123,8 +126,10 @@ class UpdateLoop(ABC):
         arrangement = self._zero.arrangement
         shard = make_shard(samples, self._learner, self._ranks, arrangement, minibatches=1, deadline_s=deadline_s)
         scored: ScoredColumns = {}
-        for minibatch in shard.layout.minibatches:
-            for micro_batch in minibatch.ranks[self._ranks.data_rank]:
+        rank = self._ranks.data_rank
+        own = [micro_batch for minibatch in shard.layout.minibatches for micro_batch in minibatch.ranks[rank]]
+        with self._gauge.peaks.phase(SCORE):
+            for micro_batch in own:
                 with self._ranks.together(f"{self.role} scores"), torch.no_grad():
                     rows = shard.rows(micro_batch)
                     predicted = self.predict(arrangement.batch(micro_batch, rows, self._zero.device))

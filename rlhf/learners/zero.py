@@ -7,6 +7,8 @@ Invariants
 - Masters, accumulation and reductions are float32 whatever the compute dtype. DeepSpeed's defaults are the model's
   dtype for accumulation and bfloat16 for reductions, so both are set.
 - A step whose gradient norm is not finite is not applied, at any stage.
+- At stage 1 gradients are reduced once an optimizer step, after its last micro-batch. At 2 and 3, where no rank has
+  room for all of them, they are reduced after each.
 """
 
 from __future__ import annotations
@@ -14,14 +16,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlhf.config.schema import LearnerConfig
+from rlhf.learners.rate import matrix_rate
 from rlhf.models.arrangement import Arrangement
 from rlhf.models.distributed import PERSISTENT_ELEMENTS, register_borrowed
+from rlhf.models.load import DTYPES
+from rlhf.models.operations import Operations
 from rlhf.models.sequence import SequenceGroup
 
 # Elements, not bytes. DeepSpeed allocates a buffer of this size, and its default of 5e8 is 2 GB in float32.
@@ -44,6 +50,7 @@ def deepspeed_config(learner: LearnerConfig, dtype: str) -> dict[str, Any]:
         "communication_data_type": "fp32",
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
+            **_offload(learner),
             "stage": learner.zero_stage,
             "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
             "overlap_comm": False,
@@ -52,6 +59,13 @@ def deepspeed_config(learner: LearnerConfig, dtype: str) -> dict[str, Any]:
         "steps_per_print": None,
         "wall_clock_breakdown": False,
     }
+
+
+def _offload(learner: LearnerConfig) -> dict[str, Any]:
+    """What lies in the host's memory. torch's AdamW steps there; DeepSpeed would have to compile one of its own."""
+    host = {"device": "cpu", "pin_memory": True}
+    sections: dict[str, Any] = {} if learner.offload == "none" else {"offload_optimizer": host}
+    return {**sections, "offload_param": host} if learner.offload == "optimizer_and_parameters" else sections
 
 
 class ZeroEngine:
@@ -73,6 +87,7 @@ class ZeroEngine:
         import deepspeed
 
         self._settings = learner
+        self._dtype = DTYPES[dtype]
         self._world_size = world_size
         self.stage = learner.zero_stage
         self.device = device
@@ -95,8 +110,18 @@ class ZeroEngine:
         )
 
         self.arrangement = Arrangement.of(self.model, sequence)
+        self.operations = Operations.of(self.model)
         # Called before an optimizer step changes weights and optimizer state.
         self.before_change: Callable[[], None] = lambda: None
+
+    @cached_property
+    def matrix_rate(self) -> float:
+        """FLOP/s of large matrix products on this rank, in the dtype that it computes in.
+
+        Measured once, when it is first asked for: after an update and not at the start, when the engines start on the
+        same cores. The ranks ask together, so that they share a machine as they do in an update.
+        """
+        return matrix_rate(self.device, self._dtype)
 
     def forward(self, *inputs: Any) -> Any:
         """The model's own forward pass."""

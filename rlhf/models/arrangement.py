@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlhf.batching import CostModel, MicroBatch, Plan, SampleLength, plan, plan_packed
+from rlhf.batching import CostModel, LongerSequences, MicroBatch, Plan, SampleLength, plan, plan_packed
 from rlhf.models.batch import PaddedBatch, pad_batch, synthetic_batch
 from rlhf.models.packed import PackedBatch, can_pack, cut, pack_batch, synthetic_packed_batch
 from rlhf.models.sequence import SequenceGroup
@@ -59,11 +59,18 @@ class Arrangement:
         """Whether rows are packed."""
         return self.reason is None
 
-    def plan(self, samples: Sequence[SampleLength], ranks: int, minibatches: int, max_tokens: int) -> Plan:
+    def plan(
+        self,
+        samples: Sequence[SampleLength],
+        ranks: int,
+        minibatches: int,
+        max_tokens: int,
+        longer: LongerSequences = "alone",
+    ) -> Plan:
         """Plan one pass over the samples: `plan_packed`, or `plan`."""
         if self.packed:
-            return plan_packed(samples, ranks, minibatches, max_tokens, self.cost)
-        return plan(samples, ranks, minibatches, max_tokens)
+            return plan_packed(samples, ranks, minibatches, max_tokens, self.cost, longer=longer)
+        return plan(samples, ranks, minibatches, max_tokens, longer)
 
     def batch(self, micro_batch: MicroBatch, columns: Sequence[Columns], device: torch.device | str) -> Batch:
         """The tensors of a micro-batch, given its samples' columns; raises `ValueError` as `pad_batch` does."""

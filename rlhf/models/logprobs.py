@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf.models.masks import TokenMask
 
-# Logits of one chunk: 2^25 float32 are 128 MiB, and a handful of such arrays live at a time.
+# Logits of one chunk: 2^25 float32 are 128 MiB, and at most three such arrays live at a time (four with a soft cap).
 CHUNK_ELEMENTS = 1 << 25
 
 
@@ -115,6 +115,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 norm[chunk] = full_norm[chunk] + kept
                 log_p.sub_(kept[:, None])
             logprobs[chunk] = log_p.gather(1, targets[chunk, None]).squeeze(1)
+            # Or they would be there still when the next chunk's logits are made.
+            del logits, log_p
         ctx.save_for_backward(hidden, weight, bias, targets, norm, full_norm, entropy)
         ctx.temperature, ctx.shape, ctx.rows, ctx.mask = temperature, shape, rows, mask
         # An output that the loss doesn't use comes back as None and not as zeros, and costs nothing then.
@@ -151,6 +153,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_weight += narrow.T @ hidden[chunk]
             if bias is not None:
                 grad_bias += grad_logits.sum(0)
+            del logits, slope, of_entropy, grad_logits, narrow
         bias_result = grad_bias.to(bias.dtype) if bias is not None else None
         return grad_hidden, grad_weight.to(weight.dtype), bias_result, *[None] * 5
 

@@ -243,7 +243,7 @@ def can_pack(model: Any) -> str | None:
     odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if odd:
         return f"{name} has layers of type {', '.join(sorted(odd))}, which packed rows don't have"
-    expected = _windows(config)
+    expected = layer_windows(config)
     try:
         windows, difference = _compare(lm, config.vocab_size)
     # Any architecture may come here, and what it raises on an unknown kind of input is not known.
@@ -260,7 +260,7 @@ def can_pack(model: Any) -> str | None:
     return None
 
 
-def _windows(config: Any) -> list[int | None]:
+def layer_windows(config: Any) -> list[int | None]:
     """The sliding window of each layer by a transformers configuration."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None)

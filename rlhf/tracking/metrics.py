@@ -35,6 +35,9 @@ class Metric:
 _OVER_TOKENS = "over the trained response tokens of all ranks"
 _TOKENS = f"mean {_OVER_TOKENS}"
 _UPDATES = "mean over the step's optimizer updates"
+_USEFUL = "sum over all ranks and passes"
+_SLOWEST = "those of the slowest rank"
+_COMPUTED = "over the tokens that all ranks computed in one pass over the batch"
 _SCORED = "over the step's samples that have a reward, those of filtered groups included"
 _FINISHED = "over the step's samples that ended by `stop` or `length`"
 _EVALUATED = "over the held-out problems that have a reward"
@@ -210,6 +213,53 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("critic/clip_fraction", "fraction", "Values that `critic.value_clip` held back.", _TOKENS),
     Metric("critic/grad_norm", "1", "As `policy/grad_norm`, of the critic.", _UPDATES),
     Metric("critic/learning_rate", "1", "As `policy/learning_rate`, of the critic.", "none"),
+    Metric(
+        "<learner>/useful_tokens_per_second",
+        "tokens/s",
+        "Useful tokens of an update: all responses, and each group's prompt once. Of policy and critic, as all that "
+        "follows up to `<learner>/peak_bytes_<phase>`.",
+        f"{_USEFUL} over the seconds of `forward_backward` and `optimizer`, {_SLOWEST}",
+    ),
+    Metric(
+        "<learner>/padding_fraction",
+        "fraction",
+        "Tokens that were computed and belong to no sample.",
+        _COMPUTED,
+    ),
+    Metric(
+        "<learner>/duplicate_fraction",
+        "fraction",
+        "Tokens of prompts that were computed again: for a group in several micro-batches, or in padded rows.",
+        _COMPUTED,
+    ),
+    Metric(
+        "<learner>/flops_per_second",
+        "FLOP/s",
+        "Operations that the useful tokens need forward and backward: 6 a token and matrix parameter, and attention to "
+        "the tokens that it sees (PaLM, appendix B; `rlhf/models/operations.py`). Recomputation is none of them.",
+        f"{_USEFUL} over the seconds of `forward_backward`, {_SLOWEST}",
+    ),
+    Metric(
+        "<learner>/mfu",
+        "fraction",
+        "Model FLOPs utilisation, forward and backward: `flops_per_second` over what the ranks reach in large matrix "
+        "products of that dtype, measured once after the first update.",
+        "sum over all ranks, above and below",
+    ),
+    Metric(
+        "<learner>/mfu_with_optimizer",
+        "fraction",
+        "The same with the optimizer's time, in which nothing counts as done.",
+        "sum over all ranks, above and below",
+    ),
+    Metric(
+        "<learner>/peak_bytes_<phase>",
+        "bytes",
+        "Most memory that a rank held during `score`, `forward_backward` or `optimizer`: on CPU resident memory of its "
+        "process, libraries included (absent where the kernel doesn't let its peak be lowered), on a GPU what torch "
+        "allocated.",
+        "maximum over the ranks",
+    ),
     Metric(
         "weights/version",
         "steps",

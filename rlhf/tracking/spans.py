@@ -96,6 +96,10 @@ class SpanRecorder:
             self.lost += len(self._spans) == self._spans.maxlen
             self._spans.append(span if span.step is not None else replace(span, step=step))
 
+    def seconds(self, name: str, since: float) -> float:
+        """Seconds of the spans of that name which began at `since` (a value of `now()`) or later, if not drained."""
+        return sum(span.seconds for span in self._spans.copy() if span.name == name and span.start >= since)
+
     def drain(self) -> list[Span]:
         """Hand out what was recorded so far, and forget it."""
         # Popped and not swapped: a span that another thread records meanwhile stays for the next time.

@@ -76,9 +76,10 @@ def saved_cases(full: bool) -> list[tuple[Case, int]]:
     return sorted(saved, key=lambda pair: pair[0].stage)
 
 
-def make(arguments: argparse.Namespace, case: Case) -> Any:
+def make(arguments: argparse.Namespace, case: Case, offload: str = "none") -> Any:
     """A learner whose rate falls from 1e-3 at step 2 to 0 at step 6."""
     settings = {
+        "offload": offload,
         "zero_stage": case.stage,
         "learning_rate": 1e-3,
         "schedule": "linear",
@@ -288,6 +289,15 @@ def check_load(arguments: argparse.Namespace, case: Case, saved_world: int) -> d
     return found
 
 
+def check_offloaded(arguments: argparse.Namespace, case: Case) -> dict[str, Any]:
+    """Load what as many ranks saved without offloading in a learner that offloads, and train on."""
+    learner = make(arguments, case, "optimizer_and_parameters")
+    learner.load(str(path_of(arguments, case, arguments.world)))
+    found = {"weights": weights(learner), "state": optimizer_state(learner)}
+    update(learner, 3)
+    return {**found, "resumed": weights(learner)}
+
+
 def fingerprints(folder: Path) -> dict[str, str]:
     """A hash of each file."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -315,6 +325,8 @@ def main() -> None:
     for case, world in saved_cases(arguments.full):
         if arguments.phase == "load":
             found[f"{case.name} on {world}"] = check_load(arguments, case, world)
+            if case.stage == 3 and world == arguments.world:
+                found[f"{case.name} on {world}, offloaded"] = check_offloaded(arguments, case)
         elif world == arguments.world:
             found[f"{case.name} on {world}"] = check_save(arguments, case)
     torch.save(found, Path(arguments.out) / f"{arguments.phase}-{arguments.world}-{arguments.rank}.pt")

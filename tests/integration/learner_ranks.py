@@ -199,6 +199,7 @@ def check_training(arguments: argparse.Namespace, model: str, dtype: str, stage:
         found["metrics"].append(result.metrics)
         found["spans"] = [s.name for s in result.spans]
     found["weights"] = rank.weights()
+    found["operations"] = rank.learner._zero.operations
     rank.learner.export(Path(arguments.out) / f"export-{arguments.world}-{model}-{dtype}-{stage}")
     return found
 
@@ -237,6 +238,8 @@ def check_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         1, [s.with_scores(reference=poisoned) for s in samples]
     ).metrics
     found["no reference"] = rank.learner.update(1, samples).metrics
+    rank.configure(policy={"learning_rate": 0.0, "max_tokens_per_microbatch": 2, "longer_sequences": "refuse"})
+    found["longer sequences refused"] = rank.failure(samples)
     return found
 
 
@@ -297,14 +300,24 @@ def check_loss(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
+    """This rank's place, and the folders."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int)
     parser.add_argument("--world", type=int)
     parser.add_argument("--port", type=int)
     parser.add_argument("--models")
     parser.add_argument("--out")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def leave(found: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Write down what this rank found, for `test_learner.run_ranks`."""
+    torch.save(found, Path(arguments.out) / f"found-{arguments.world}-{arguments.rank}.pt")
+
+
+def main() -> None:
+    arguments = parse()
     found: dict[str, Any] = {}
     for stage in (1, 2, 3):
         for dtype in ("float32", "bfloat16"):
@@ -314,7 +327,7 @@ def main() -> None:
         found[f"critic {stage}"] = check_critic(arguments, stage)
     found["settings"] = check_settings(arguments)
     found["loss"] = check_loss(arguments)
-    torch.save(found, Path(arguments.out) / f"found-{arguments.world}-{arguments.rank}.pt")
+    leave(found, arguments)
 
 
 if __name__ == "__main__":

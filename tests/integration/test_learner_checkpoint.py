@@ -55,6 +55,7 @@ def _all_saved() -> list[Any]:
 
 
 every = pytest.mark.parametrize("saved", _all_saved())
+sharded = pytest.mark.parametrize("saved", [one for one in _all_saved() if one.values[0].case.stage == 3])
 
 
 def _free_port() -> int:
@@ -124,6 +125,16 @@ def masters(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class TestResume:
+    @sharded
+    def test_a_learner_that_offloads_goes_on_from_one_that_did_not(
+        self, runs: Callable[[bool], Runs], saved: Saved
+    ) -> None:
+        for rank, before in enumerate(runs(saved.full).savers(saved)):
+            found = runs(saved.full).loaded[saved.world, rank][f"{saved.name}, offloaded"]
+            assert equal(found["weights"], before["saved weights"])
+            assert equal(found["state"], before["saved state"])
+            assert equal(found["resumed"], before["uninterrupted"])
+
     @every
     def test_a_save_leaves_training_as_it_is(self, runs: Callable[[bool], Runs], saved: Saved) -> None:
         for found in runs(saved.full).savers(saved):

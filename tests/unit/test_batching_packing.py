@@ -99,6 +99,17 @@ def test_unique_tokens_are_within_the_cap_or_those_of_one_long_sample(batch: Bat
 
 
 @given(batches())
+def test_longer_sample_is_refused_by_name_where_it_may_not_stand_alone(batch: Batch) -> None:
+    samples, ranks, minibatches, max_tokens = batch
+    longer = [sample for sample in samples if sample.tokens > max_tokens]
+    if not longer:
+        assert plan_packed(samples, ranks, minibatches, max_tokens, COST, longer="refuse") == made(batch)
+        return
+    with pytest.raises(ValueError, match=f"sample {longer[0].sample_id} has {longer[0].tokens} tokens, more than"):
+        plan_packed(samples, ranks, minibatches, max_tokens, COST, longer="refuse")
+
+
+@given(batches())
 def test_samples_of_a_group_follow_one_another_in_a_micro_batch(batch: Batch) -> None:
     for row in micro_batches(made(batch)):
         changes = sum(one != other for one, other in zip(row.group_ids, row.group_ids[1:], strict=False))

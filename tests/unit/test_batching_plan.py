@@ -61,6 +61,19 @@ def test_padded_size_is_within_the_budget_or_one_long_sample(batch: tuple[list[S
 
 
 @given(batches())
+def test_longer_sample_is_refused_by_name_where_it_may_not_stand_alone(
+    batch: tuple[list[SampleLength], int, int, int],
+) -> None:
+    samples, ranks, minibatches, max_tokens = batch
+    longer = [sample for sample in samples if sample.tokens > max_tokens]
+    if not longer:
+        assert plan(samples, ranks, minibatches, max_tokens, "refuse") == made(batch)
+        return
+    with pytest.raises(ValueError, match=f"sample {longer[0].sample_id} has {longer[0].tokens} tokens, more than"):
+        plan(samples, ranks, minibatches, max_tokens, "refuse")
+
+
+@given(batches())
 def test_loads_differ_by_at_most_the_longest_sample(batch: tuple[list[SampleLength], int, int, int]) -> None:
     for minibatch in made(batch).minibatches:
         members = [[s.tokens for m in rank for s in m.samples] for rank in minibatch.ranks]

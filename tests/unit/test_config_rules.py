@@ -47,6 +47,31 @@ def test_an_update_without_a_sample_for_every_rank_is_refused_with_the_arithmeti
     assert build({**changes, "policy.minibatches": 2, "policy.ranks": 2}).policy.ranks == 2
 
 
+def test_a_hard_cap_below_the_longest_sequence_is_refused_with_the_arithmetic() -> None:
+    # 100 + 24 = 124 tokens.
+    changes = {"data.max_prompt_tokens": 100, "rollout.max_new_tokens": 24, "policy.max_tokens_per_microbatch": 123}
+    assert build(changes).policy.longer_sequences == "alone"
+    found = refusals({**changes, "policy.longer_sequences": "refuse"})
+    assert list(found) == ["policy.max_tokens_per_microbatch"]
+    assert "100 + 24 = 124 tokens" in found["policy.max_tokens_per_microbatch"]
+    assert "at least 124" in found["policy.max_tokens_per_microbatch"]
+    assert build({**changes, "policy.longer_sequences": "refuse", "policy.max_tokens_per_microbatch": 124})
+
+
+def test_a_hard_cap_of_the_critic_is_its_own() -> None:
+    critic = {"critic.longer_sequences": "refuse", "critic.max_tokens_per_microbatch": 10}
+    found = refusals({"algorithm.advantage": "gae", "data.max_prompt_tokens": 100, **critic})
+    assert "critic.longer_sequences is refuse" in found["critic.max_tokens_per_microbatch"]
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "optimizer_and_parameters"])
+def test_offload_needs_zero_3(offload: str) -> None:
+    for stage in (1, 2):
+        found = refusals({"policy.offload": offload, "policy.zero_stage": stage})
+        assert "needs policy.zero_stage 3" in found["policy.offload"]
+    assert build({"policy.offload": offload, "policy.zero_stage": 3}).policy.offload == offload
+
+
 def test_settings_of_another_device_are_refused() -> None:
     found = refusals(
         {

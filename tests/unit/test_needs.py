@@ -120,6 +120,22 @@ def test_policy_activations_follow_the_formula() -> None:
     assert pool.bytes.activations == 20992 + 3840 + 320
 
 
+def test_checkpointed_activations_are_the_inputs_of_all_layers_and_one_layer_in_full() -> None:
+    # 32 tokens, bfloat16: inputs 2 layers x 8 x 2 = 32 bytes a token, and 328 for the layer that is computed again:
+    # 11520. Logits and the head's gradient as without.
+    pool = needs(config(policy={"activation_checkpointing": True}), SMALL).pool("policy")
+    assert pool is not None
+    assert pool.bytes.activations == 11520 + 3840 + 320
+
+
+def test_a_critic_checkpoints_activations_by_its_own_setting() -> None:
+    # 16 tokens x (32 + 328), no logits.
+    settings = {"max_tokens_per_microbatch": 16, "activation_checkpointing": True}
+    pool = needs(config(algorithm={"advantage": "gae"}, critic=settings), SMALL).pool("critic")
+    assert pool is not None
+    assert pool.bytes.activations == 5760
+
+
 def test_a_sequence_longer_than_the_cap_sets_the_activations() -> None:
     long = needs(config(data={"max_prompt_tokens": 60}), SMALL).pool("policy")
     capped = needs(config(policy={"max_tokens_per_microbatch": 64}), SMALL).pool("policy")
@@ -266,6 +282,45 @@ def test_reward_workers_take_no_devices() -> None:
     assert needed.devices == 4
 
 
+# ZeRO 3 on 2 ranks of 1272 parameters: bfloat16 weights 1272, gradients 2544 (twice where they are offloaded: 5088),
+# optimizer 7632.
+@pytest.mark.parametrize(
+    ("offload", "weights", "gradients", "optimizer", "host"),
+    [
+        ("none", 1272, 2544, 7632, 0),
+        ("optimizer", 1272, 0, 0, 5088 + 7632),
+        ("optimizer_and_parameters", 0, 0, 0, 5088 + 7632 + 1272),
+    ],
+)
+def test_offload_moves_bytes_from_the_gpu_to_its_host(
+    offload: str, weights: int, gradients: int, optimizer: int, host: int
+) -> None:
+    made = config(policy={"ranks": 2, "zero_stage": 3, "offload": offload})
+    pool, plain = (needs(c, SMALL, "cuda").pool("policy") for c in (made, config()))
+    assert pool is not None and plain is not None
+    assert (pool.bytes.weights, pool.bytes.gradients, pool.bytes.optimizer) == (weights, gradients, optimizer)
+    assert pool.bytes.activations == plain.bytes.activations
+    assert pool.host_bytes == host
+
+
+def test_what_a_critic_gathers_stays_on_the_gpu() -> None:
+    # A layer of 592 parameters is 1184 bytes; the share of 1280 bfloat16 parameters on 2 ranks is 1280.
+    critic = {"ranks": 2, "zero_stage": 3, "offload": "optimizer_and_parameters"}
+    needed = needs(config(algorithm={"advantage": "gae"}, critic=critic), SMALL, "cuda")
+    pool = needed.pool("critic")
+    assert pool is not None
+    assert (pool.bytes.weights, pool.host_bytes) == (1184, 2 * 2560 + 7680 + 1280)
+    assert needed.host_bytes == 2 * pool.host_bytes
+
+
+def test_on_cpu_offload_moves_nothing_and_has_its_gradients_twice() -> None:
+    offloaded = config(policy={"zero_stage": 3, "offload": "optimizer_and_parameters"})
+    pool, plain = (needs(c, SMALL).pool("policy") for c in (offloaded, config(policy={"zero_stage": 3})))
+    assert pool is not None and plain is not None
+    assert pool.host_bytes == 0
+    assert pool.bytes.total == plain.bytes.total + 4 * 1272
+
+
 @pytest.mark.parametrize(("parallel", "fine"), [(1, True), (3, True), (9, True), (2, False), (4, False), (5, False)])
 def test_tensor_parallel_must_divide_heads_and_kv_heads(parallel: int, fine: bool) -> None:
     # SmolLM2 has 9 heads and 3 KV heads; on 9 devices each KV head is there three times.
@@ -366,6 +421,15 @@ def test_too_small_a_gpu_is_refused_for_the_pool_that_does_not_fit() -> None:
         preflight(needed, Resources((Node(8, 8, GIB),), gpu_bytes=policy.bytes.total - 1))
     assert "policy needs" in str(refused.value)
     assert "rollout needs" not in str(refused.value)
+
+
+def test_a_host_too_small_for_what_is_offloaded_is_refused_with_the_terms() -> None:
+    # 2 ranks x (gradients 5088 + optimizer 7632) = 25440 bytes.
+    policy = {"ranks": 2, "zero_stage": 3, "offload": "optimizer"}
+    needed = needs(config(policy=policy), SMALL, "cuda")
+    preflight(needed, Resources((Node(8, 8, 25440),), gpu_bytes=GIB))
+    with pytest.raises(Refused, match=r"24\.8 KiB of host memory for what is offloaded \(policy 2 x 12\.4 KiB\)"):
+        preflight(needed, Resources((Node(8, 8, 25439),), gpu_bytes=GIB))
 
 
 def test_an_engine_may_use_only_its_share_of_a_gpu() -> None:

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from rlhf.tracking.spans import SpanRecorder, now
+from rlhf.tracking.spans import Span, SpanRecorder, now
 
 
 def test_enclosing_span_is_the_parent() -> None:
@@ -33,6 +33,16 @@ def test_span_is_recorded_when_its_block_raises() -> None:
     with pytest.raises(ZeroDivisionError), recorder.span("step"):
         raise ZeroDivisionError
     assert [span.name for span in recorder.drain()] == ["step"]
+
+
+def test_seconds_are_of_spans_of_that_name_that_began_since() -> None:
+    # Of "pass": one of 5 s before, and 1 + 2 s since.
+    recorder = SpanRecorder()
+    for name, start, seconds in (("pass", 0.0, 5.0), ("pass", 10.0, 1.0), ("other", 11.0, 7.0), ("pass", 12.0, 2.0)):
+        recorder.absorb([Span(name, "policy", 1, start, start + seconds, "", None)])
+    assert recorder.seconds("pass", since=10.0) == 3.0
+    assert len(recorder.drain()) == 4
+    assert recorder.seconds("pass", since=0.0) == 0.0
 
 
 async def test_concurrent_tasks_do_not_become_each_others_parents() -> None:
