@@ -80,6 +80,7 @@ DECISIONS: Mapping[str, Decision] = {
     "policy.learning_rate": Decision(False, "holds from here on; the schedule goes on at its place"),
     "policy.ranks": _RANKS,
     "policy.zero_stage": _STAGE,
+    "policy.lora": _MODEL,
     "policy.max_tokens_per_microbatch": _FREE,
     "policy.deadline_s": _FREE,
     "critic": _FROM_HERE_ON,

@@ -50,6 +50,9 @@ class Holder:
         yield
         self.whole = 0
 
+    def weight(self, parameter):
+        return parameter.detach()
+
 
 class Wire:
     """A wire whose buckets arrive when the sender asks for the third time, or never."""
