@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,6 +156,23 @@ class TestReference:
             raise RuntimeError("scoring failed")
         move(lm)
         assert (logprobs(lm) - logprobs(load(path, None))).abs().max() > 0.1
+
+
+class TestCheckpoint:
+    def test_adapters_are_loaded_and_what_is_not_quite_them_is_refused(self, tiny_tied: Path) -> None:
+        from rlhf.learners.checkpoint import LearnerCheckpoint
+
+        trained, fresh = load(tiny_tied), load(tiny_tied)
+        move(trained)
+        zero: Any = SimpleNamespace(model=fresh, stage=2, deepspeed=SimpleNamespace())
+        checkpoint = LearnerCheckpoint("policy", "float32", zero, ranks=None)  # type: ignore[arg-type]
+        saved = dict(adapters_of(trained))
+        checkpoint._load_trained(saved, fresh)
+        assert torch.equal(logprobs(fresh), logprobs(trained))
+        name = next(iter(saved))
+        for wrong in ({**saved, "model.norm.weight": torch.ones(128)}, {n: w for n, w in saved.items() if n != name}):
+            with pytest.raises(ValueError, match="doesn't have the weights that are trained here, or others"):
+                checkpoint._load_trained(wrong, fresh)
 
 
 class TestSync:
