@@ -59,10 +59,19 @@ class LearnerSource(WeightSource):
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors in their own dtype, merged ones in float32; who packs them casts on the way."""
         for piece in self._pieces:
-            unique = {id(parameter): parameter for _, parameter in piece}
-            with self._holder.gather(list(unique.values())):
+            with self._gathered(piece):
                 for name, parameter in piece:
                     yield name, self._holder.weight(parameter)
+
+    def follow(self) -> None:
+        """Take part in a pass of all ranks without a use for the tensors."""
+        for piece in self._pieces:
+            with self._gathered(piece):
+                pass
+
+    def _gathered(self, piece: Sequence[tuple[str, torch.nn.Parameter]]) -> AbstractContextManager[None]:
+        unique = {id(parameter): parameter for _, parameter in piece}
+        return self._holder.gather(list(unique.values()))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.parameters():

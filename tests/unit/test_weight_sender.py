@@ -35,6 +35,7 @@ class Holder:
         ]
         self.sharded = sharded
         self.whole = 0
+        self.asked = 0
         self.events = []
         if sharded:
             for _, parameter in self.named:
@@ -51,6 +52,7 @@ class Holder:
         self.whole = 0
 
     def weight(self, parameter):
+        self.asked += 1
         return parameter.detach()
 
 
@@ -250,6 +252,8 @@ def test_the_source_is_run_through_once_whatever_the_engines_do():
     follower.join(Endpoint(0, "gloo", "", 0, [], [], 2 * KB, 5.0))
     assert follower.send([0], version=3).version == 3
     assert other.events == [("gather", 2), ("gather", 2), ("gather", 1)]
+    # What adapters are merged into is of use on rank 0 only.
+    assert (holder.asked, other.asked) == (5, 0)
 
 
 def test_a_send_to_a_group_that_was_left_is_an_error():
