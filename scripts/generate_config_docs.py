@@ -64,6 +64,7 @@ FILE_RULES = (
     "refused.",
     "A reward model or critic with a folder of its own has the policy's tokens under the same ids: it reads the ids "
     "that the policy sampled.",
+    "The names in `policy.lora.target_modules` are layers of the model.",
     "Attention heads and KV heads of the policy can be split over `rollout.tensor_parallel` devices.",
     "`data.max_prompt_tokens` + `rollout.max_new_tokens` is at most the context length of each model.",
     "`checkpoint.resume`, where it is a path, and `checkpoint.init_from` are folders of checkpoints.",

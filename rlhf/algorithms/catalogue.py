@@ -6,11 +6,13 @@ from rlhf.config.catalogue import (
     AdvantageSpec,
     LossSpec,
     advantage_spec,
+    has_reference_pool,
     loss_spec,
     needs_critic,
     needs_greedy,
     needs_old_logprobs,
     needs_reference,
+    policy_is_reference,
     updates_per_batch,
 )
 
@@ -20,10 +22,12 @@ __all__ = [
     "AdvantageSpec",
     "LossSpec",
     "advantage_spec",
+    "has_reference_pool",
     "loss_spec",
     "needs_critic",
     "needs_greedy",
     "needs_old_logprobs",
     "needs_reference",
+    "policy_is_reference",
     "updates_per_batch",
 ]

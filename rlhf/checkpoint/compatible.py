@@ -81,6 +81,7 @@ DECISIONS: Mapping[str, Decision] = {
     "policy.ranks": _RANKS,
     "policy.sequence_parallel": _FREE,
     "policy.zero_stage": _STAGE,
+    "policy.lora": _MODEL,
     "policy.max_tokens_per_microbatch": _FREE,
     "policy.longer_sequences": _FREE,
     "policy.activation_checkpointing": _FREE,

@@ -53,6 +53,20 @@ class ModelShape:
         return attention + mlp + self.norms_per_layer * self.hidden
 
     @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of a layer's projections, under their usual names."""
+        query, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q_proj": (self.hidden, query),
+            "k_proj": (self.hidden, keys),
+            "v_proj": (self.hidden, keys),
+            "o_proj": (query, self.hidden),
+            "gate_proj": (self.hidden, self.intermediate),
+            "up_proj": (self.hidden, self.intermediate),
+            "down_proj": (self.intermediate, self.hidden),
+        }
+
+    @property
     def embedding_parameters(self) -> int:
         """Parameters of the embedding; an untied head has as many."""
         return self.vocab * self.hidden

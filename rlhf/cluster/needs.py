@@ -2,7 +2,7 @@
 
 Invariants (each has a test)
 - The same configuration and shape give the same needs, without ray, torch or any I/O.
-- A pool that the configuration doesn't use is absent: no reference without KL, no critic without gae.
+- A pool that the configuration doesn't use is absent: no reference without KL or with LoRA, no critic without gae.
 - Bytes are per device; summed over ranks, a state sharded by ZeRO adds up to one whole copy.
 - A critic or reward model from a checkpoint of its own is counted with that checkpoint's shape.
 - What can't work on any cluster (heads that don't divide, a KV cache too small for one sequence) is a problem.
@@ -16,8 +16,8 @@ from math import gcd
 from typing import Literal
 
 from rlhf.cluster.model_shape import ModelShape, UnknownShape
-from rlhf.config.catalogue import needs_critic, needs_reference
-from rlhf.config.schema import Config, LearnerConfig
+from rlhf.config.catalogue import has_reference_pool, needs_critic
+from rlhf.config.schema import Config, LearnerConfig, LoraConfig
 
 __all__ = ["DeviceBytes", "ModelShape", "Needs", "PoolNeeds", "UnknownShape", "needs", "render_table", "size"]
 
@@ -136,6 +136,9 @@ def needs(
       all (ibid., section 5).
       Offloaded optimizer state has its gradients twice, as they are added up and as the optimizer gets them: 8 P / R.
       With GPUs both, and offloaded weights, are in the host's memory and nothing of them on the device.
+    - policy with LoRA, A the parameters of the adapters, r (inputs + outputs) for each layer that has one: weights
+      c (P + A) in place of c P; gradients and optimizer as above with A in place of P; no gradient of the output head;
+      r outputs of each adapter more to keep for each token; and at a sync one merged matrix in float32.
     - critic: as the policy, with its own settings and P without the output head but with h for the value head; one
       value a token instead of logits; at ZeRO 3 its weights have beside them the largest part that is gathered at a
       time, one layer or the embedding.
@@ -145,17 +148,15 @@ def needs(
     - rollout, tensor parallel t: weights c P / t; one layer's activations at vLLM's batch size plus sampled logits;
       KV cache as configured on CPU; on a GPU the least that serves: the longest sequence, 2 L k c / t bytes a token.
     - sync buckets: one bucket (at least the largest tensor) on both sides; ZeRO 3 gathers one layer or the embedding.
-    - checkpoint, with `checkpoint.every` and on CPU: a copy of a learner's weights and optimizer; it is written while
-      training goes on (on a GPU the copy is in the host's memory).
+    - checkpoint, with `checkpoint.every` and on CPU: a copy of a learner's weights that are trained, and of its
+      optimizer; it is written while training goes on (on a GPU the copy is in the host's memory).
     - reward: worker processes of reward functions on the CPU, no devices.
     """
     pools = [_policy(config, shape, device)]
     if needs_critic(config):
         start = reward_shape if config.critic.model == "reward" else None
         pools.append(_critic(config, critic_shape or start or shape, device))
-    if config.checkpoint.every > 0 and device == "cpu":
-        pools = [_with_copy(pool) for pool in pools]
-    if needs_reference(config):
+    if has_reference_pool(config):
         pools.append(_reference(config, shape))
     if config.reward.model is not None:
         pools.append(_reward_model(config, reward_shape or shape))
@@ -203,9 +204,19 @@ def _with_scalar_head(shape: ModelShape) -> int:
 def _policy(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
     policy, item = config.policy, _itemsize(config)
     tokens = _share(_tokens(config, policy.max_tokens_per_microbatch), policy.sequence_parallel)
-    head_gradient = FLOAT32 * shape.embedding_parameters
     gathered = _gathered(shape, item) if policy.zero_stage == 3 else 0
     weights, gradients, optimizer = _states(policy, item, shape.parameters)
+    activations = _training_layers(policy, shape, item, tokens) + _logits(shape, tokens)
+    merged = 0
+    if policy.lora is None:
+        activations += FLOAT32 * shape.embedding_parameters
+        trained = weights
+    else:
+        adapted = _adapted_layers(shape, policy.lora)
+        trained, gradients, optimizer = _states(policy, item, _adapter_parameters(shape, policy.lora))
+        weights += trained
+        activations += tokens * shape.layers * item * policy.lora.rank * len(adapted)
+        merged = FLOAT32 * max(inputs * outputs for inputs, outputs in adapted)
     pool = PoolNeeds(
         "policy",
         policy.ranks,
@@ -214,12 +225,25 @@ def _policy(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
             weights=weights,
             gradients=gradients,
             optimizer=optimizer,
-            activations=_training_layers(policy, shape, item, tokens) + _logits(shape, tokens) + head_gradient,
-            sync_buckets=_bucket(config, shape) + gathered,
+            activations=activations,
+            sync_buckets=_bucket(config, shape) + gathered + merged,
+            checkpoint=_copy(config, device, trained, optimizer),
         ),
         problems=_sequence_problems("policy", policy, shape),
     )
     return _offloaded(pool, policy, weights, device)
+
+
+def _adapted_layers(shape: ModelShape, lora: LoraConfig) -> list[tuple[int, int]]:
+    """Inputs and outputs of the projections of a layer that have adapters; all, where a name is not known here."""
+    known, targets = shape.linear_layers, lora.target_modules
+    if isinstance(targets, str) or not known.keys() >= set(targets):
+        return list(known.values())
+    return [known[name] for name in dict.fromkeys(targets)]
+
+
+def _adapter_parameters(shape: ModelShape, lora: LoraConfig) -> int:
+    return shape.layers * lora.rank * sum(map(sum, _adapted_layers(shape, lora)))
 
 
 def _critic(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
@@ -235,15 +259,16 @@ def _critic(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
             gradients=gradients,
             optimizer=optimizer,
             activations=_training_layers(critic, shape, item, tokens),
+            checkpoint=_copy(config, device, weights, optimizer),
         ),
         problems=_sequence_problems("critic", critic, shape),
     )
     return _offloaded(pool, critic, weights, device)
 
 
-def _with_copy(pool: PoolNeeds) -> PoolNeeds:
-    """The pool of a learner that writes checkpoints."""
-    return replace(pool, bytes=replace(pool.bytes, checkpoint=pool.bytes.weights + pool.bytes.optimizer))
+def _copy(config: Config, device: Device, weights: int, optimizer: int) -> int:
+    """Bytes on a device of the copy that checkpoints are written from."""
+    return weights + optimizer if config.checkpoint.every > 0 and device == "cpu" else 0
 
 
 def _offloaded(pool: PoolNeeds, learner: LearnerConfig, weights: int, device: Device) -> PoolNeeds:

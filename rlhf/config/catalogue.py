@@ -91,8 +91,18 @@ def is_described(advantage: str) -> bool:
 
 
 def needs_reference(config: Config) -> bool:
-    """Whether anything reads the reference model's log-probs; without it no reference actor is started."""
+    """Whether anything reads the reference model's log-probs."""
     return config.algorithm.kl.where != "none" and config.algorithm.kl.coefficient > 0
+
+
+def policy_is_reference(config: Config) -> bool:
+    """Whether the policy gives the reference model's log-probs, with its adapters off."""
+    return needs_reference(config) and config.policy.lora is not None
+
+
+def has_reference_pool(config: Config) -> bool:
+    """Whether the reference model has actors of its own; without it none is started."""
+    return needs_reference(config) and not policy_is_reference(config)
 
 
 def needs_critic(config: Config) -> bool:

@@ -53,6 +53,20 @@ def compare_tokenizers(path: str, policy: str) -> str | None:
     )
 
 
+def matrix_names(path: str) -> list[str] | None:
+    """Names, without `.weight`, of all weights with two axes in the safetensors files of a folder.
+
+    None for a hub name, for weights in another format, and for files that can't be read.
+    """
+    try:
+        shapes = _tensor_shapes(Path(path))
+    except (OSError, ValueError):
+        return None
+    if shapes is None:
+        return None
+    return [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
+
+
 def _wrong_architecture(path: str, config: Mapping[str, Any]) -> str | None:
     architectures = config.get("architectures") or []
     if architectures and not any(str(name).endswith(CLASSIFIER) for name in architectures):

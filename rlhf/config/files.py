@@ -18,6 +18,7 @@ from rlhf.config.catalogue import needs_critic
 from rlhf.config.checkpoints import CLASSIFIER, check_reward_checkpoint, compare_tokenizers
 from rlhf.config.problems import Problem
 from rlhf.config.rules_checkpoint import checkpoint_files, resolve_checkpoint_paths
+from rlhf.config.rules_lora import adapters_find_their_layers
 from rlhf.config.schema import Config, JsonlPrompts, PromptSource
 from rlhf.config.suggest import nearest
 
@@ -66,6 +67,7 @@ def check_files(config: Config) -> list[Problem]:
     for key, check in (
         ("run.dir", _run_folder),
         ("model.path", _policy),
+        ("policy.lora", adapters_find_their_layers),
         ("reward.model.path", _reward_model),
         ("critic.model", _critic),
         ("data.prompts.path", _prompt_files),

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from rlhf.config import files, rules
-from rlhf.config.catalogue import needs_reference
+from rlhf.config.catalogue import has_reference_pool
 from rlhf.config.problems import COMMAND_LINE, ConfigError, Problem, dotted
 from rlhf.config.redaction import redact
 from rlhf.config.schema import Config
@@ -43,7 +43,7 @@ def config_from_dict(data: Mapping[str, Any], *, check_files: bool = True) -> Co
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML, with secrets redacted; loading it gives the same configuration."""
     data = config.model_dump(mode="python")
-    if not needs_reference(config):
+    if not has_reference_pool(config):
         # A section without effect is refused at load.
         del data["reference"]
     return to_yaml(redact(data))

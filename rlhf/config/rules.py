@@ -16,6 +16,7 @@ from rlhf.config.problems import Problem
 from rlhf.config.rules_algorithm import ALGORITHM_RULES
 from rlhf.config.rules_checkpoint import CHECKPOINT_RULES
 from rlhf.config.rules_common import Rule, is_set, problem, unused
+from rlhf.config.rules_lora import LORA_RULES
 from rlhf.config.rules_rollout import ROLLOUT_RULES
 from rlhf.config.schema import Config, LearnerConfig, ReasoningGymPrompts
 from rlhf.config.suggest import nearest
@@ -292,6 +293,7 @@ RULES: tuple[Rule, ...] = (
     *ALGORITHM_RULES,
     *ROLLOUT_RULES,
     *CHECKPOINT_RULES,
+    *LORA_RULES,
     sharding_has_several_ranks,
     sequence_groups_are_whole,
     deterministic_is_possible,

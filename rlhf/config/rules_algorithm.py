@@ -14,10 +14,11 @@ from rlhf.config.catalogue import (
     OWN_ADVANTAGES,
     OWN_LOSSES,
     advantage_spec,
+    has_reference_pool,
     is_described,
     loss_spec,
     needs_critic,
-    needs_reference,
+    policy_is_reference,
     updates_per_batch,
 )
 from rlhf.config.problems import Problem
@@ -295,17 +296,19 @@ def whitened_rewards_fit_the_advantage(config: Config) -> Iterator[Problem]:
 
 
 def reference_is_needed(config: Config) -> Iterator[Problem]:
-    """`reference` is set only where something needs a reference model: KL with a coefficient above 0.
+    """`reference` is set only where something needs a reference model of its own: KL with a coefficient above 0.
 
-    Its defaults may be restated anywhere.
+    With `policy.lora` the policy without its adapters is the reference. Its defaults may be restated anywhere.
     """
-    if config.reference != ReferenceConfig() and not needs_reference(config):
-        yield problem(
-            config,
-            "reference",
-            "has no effect: nothing in this run needs a reference model, so none is started",
-            "Leave the section out, or set algorithm.kl.where: loss and a coefficient above 0",
-        )
+    if config.reference == ReferenceConfig() or has_reference_pool(config):
+        return
+    if policy_is_reference(config):
+        reason = "with policy.lora the policy is its own reference, with its adapters off, and no other is started"
+        hint = "Leave the section out"
+    else:
+        reason = "nothing in this run needs a reference model, so none is started"
+        hint = "Leave the section out, or set algorithm.kl.where: loss and a coefficient above 0"
+    yield problem(config, "reference", f"has no effect: {reason}", hint)
 
 
 def critic_is_needed(config: Config) -> Iterator[Problem]:

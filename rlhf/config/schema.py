@@ -31,6 +31,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), _Number]
 Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), _Number]
 ZeroStage = Annotated[Literal[1, 2, 3], _Number]
 NonEmptyText = Annotated[str, Field(min_length=1)]
+ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class Section(BaseModel):
@@ -388,8 +389,29 @@ class LearnerConfig(Section):
         return self.ranks // self.sequence_parallel
 
 
+class LoraConfig(Section):
+    """Train low-rank adapters beside the policy's frozen weights instead of the weights themselves (LoRA).
+
+    Set `policy.learning_rate` about ten times as high as for the weights themselves: 1e-4 is a start. Engines and the
+    export get ordinary weights, with the adapters merged in, and the policy without its adapters is the reference
+    model.
+    """
+
+    rank: PositiveInt = Field(description="Rank of the adapters; 8 to 32 are common.")
+    alpha: PositiveFloat = Field(default=32.0, description="An adapter counts alpha / rank times.")
+    target_modules: Literal["all-linear"] | Annotated[list[ModuleName], Field(min_length=1)] = Field(
+        default="all-linear",
+        description="Which layers have an adapter: all-linear (all but the output head), or the last parts of their "
+        "names, e.g. [q_proj, v_proj].",
+    )
+
+
 class PolicyConfig(LearnerConfig):
     """The learner that trains the policy."""
+
+    lora: LoraConfig | None = Field(
+        default=None, description="Train low-rank adapters only (LoRA); all weights when absent."
+    )
 
 
 class CriticConfig(LearnerConfig):

@@ -30,6 +30,7 @@ _STAND_INS: dict[KeyPath, Any] = {
     ("evaluation", "prompts"): _PROMPTS,
     ("reward", "functions"): _FUNCTIONS,
     ("reward", "model"): {"path": "organisation/name"},
+    ("policy", "lora"): {"rank": 16},
 }
 _REQUIRED: dict[KeyPath, Any] = {("data", "prompts"): _PROMPTS, ("reward",): {"functions": _FUNCTIONS}}
 

@@ -2,7 +2,8 @@
 
 Invariants
 - What a rank needs to go on exactly is saved: master weights, optimizer, counters, its random streams, and what the
-  learner itself counts. Settings come from the configuration, state from the checkpoint.
+  learner itself counts. Settings come from the configuration, state from the checkpoint. Frozen weights are not saved:
+  they are the model's, whose fingerprint the run keeps.
 - The caller hardly waits: the state is copied, and files are written and synced, while training goes on up to the next
   change of the state, which waits for the copy (`rlhf.learners.snapshot`).
 - A failure on one rank is raised on all of them, and a failed write harms nothing but the checkpoint.
@@ -71,9 +72,11 @@ class SnapshotEngine(CheckpointEngine):  # type: ignore[misc]
     the others waiting. Whoever asks for the snapshots finds the failure.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, only: frozenset[str] | None) -> None:
+        """`only` are the names of the weights that are saved; all where it is None."""
         super().__init__()
         self.name = "snapshot"
+        self._only = only
         self._snapshots: dict[Path, Snapshot] = {}
         self._failure: Exception | None = None
 
@@ -91,6 +94,9 @@ class SnapshotEngine(CheckpointEngine):  # type: ignore[misc]
             if optimizer is not None:
                 # DeepSpeed's BF16_Optimizer, which is ZeRO stage 1, leaves it out, and `zero_to_fp32` wants it.
                 optimizer.setdefault("zero_stage", 1)
+            if self._only is not None and "module" in state_dict:
+                # Of a frozen parameter with two names, as a tied head has, DeepSpeed leaves out the first only.
+                state_dict["module"] = {name: w for name, w in state_dict["module"].items() if name in self._only}
             self._snapshots[Path(path)] = collect(state_dict)
         except Exception as error:
             self._failure = error
@@ -119,7 +125,9 @@ class LearnerCheckpoint:
         self._identity = {"role": role, "zero_stage": zero.stage, "dtype": dtype}
         self._zero = zero
         self._ranks = ranks
-        self._snapshots = SnapshotEngine()
+        self._trained = frozenset(name for name, p in zero.model.named_parameters() if p.requires_grad)
+        self._some_frozen = any(not p.requires_grad for p in zero.model.parameters())
+        self._snapshots = SnapshotEngine(self._trained if self._some_frozen else None)
         self._writer = Writer()
         zero.before_change = self._writer.copied
         zero.deepspeed.checkpoint_engine = self._snapshots
@@ -134,7 +142,9 @@ class LearnerCheckpoint:
         started = time.perf_counter()
         with self._ranks.together(f"writing the {self._identity['role']}'s checkpoint before"):
             self._writer.settle()
-        self._zero.deepspeed.save_checkpoint(str(path), tag=SHARDS, save_latest=False)
+        self._zero.deepspeed.save_checkpoint(
+            str(path), tag=SHARDS, save_latest=False, exclude_frozen_parameters=self._some_frozen
+        )
         with self._ranks.together(f"the {self._identity['role']}'s snapshot for {path}"):
             snapshots = self._snapshots.collected()
             files: dict[Path, Snapshot | bytes] = {**snapshots, **self._own_files(path, counters)}
@@ -189,9 +199,17 @@ class LearnerCheckpoint:
         return files
 
     def _load_shards(self, path: Path, tag: str) -> None:
-        found, _ = self._zero.deepspeed.load_checkpoint(str(path), tag=tag)
+        load = self._load_trained if self._some_frozen else None
+        found, _ = self._zero.deepspeed.load_checkpoint(str(path), tag=tag, custom_load_fn=load)
         if found is None:
             raise FileNotFoundError(f"{path} has no shards that DeepSpeed could load")
+
+    def _load_trained(self, src: dict[str, Any], dst: torch.nn.Module) -> None:
+        """DeepSpeed's loading of weights, for a model whose frozen ones are not in the checkpoint."""
+        if src.keys() != self._trained:
+            odd = sorted(src.keys() ^ self._trained)
+            raise ValueError(f"the checkpoint doesn't have the weights that are trained here, or others: {odd[:3]}")
+        dst.load_state_dict(src, strict=False)
 
     def _load_converted(self, path: Path) -> None:
         """Convert the shards in a folder beside `path`, load them, and remove it."""

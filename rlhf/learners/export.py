@@ -54,7 +54,7 @@ def _gather_state(policy: PolicyLearner, keep: bool, dtype: torch.dtype) -> dict
         with policy.gather([parameter for _, parameter in members]):
             if keep:
                 # copy=True: what was gathered is gone after the block, and at the other stages it goes on training.
-                state.update((name, p.detach().to("cpu", dtype, copy=True)) for name, p in members)
+                state.update((name, policy.weight(p).to("cpu", dtype, copy=True)) for name, p in members)
     return state
 
 

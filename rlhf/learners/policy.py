@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.batching import LearnerSample, RewardedSample
+from rlhf.batching import LearnerSample, RewardedSample, ScoredColumns
 from rlhf.config.schema import PolicyConfig
 from rlhf.learners.learner import Learner, UpdateResult
 from rlhf.learners.weight_sync import WeightSyncMixin
-from rlhf.tracking.spans import recorder, span
+from rlhf.tracking.spans import Span, recorder, span
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from rlhf.learners.policy_update import PolicyUpdate
+    from rlhf.models.lora import Adapters
 
 
 class PolicyLearner(WeightSyncMixin, Learner):
@@ -31,9 +33,13 @@ class PolicyLearner(WeightSyncMixin, Learner):
 
     def build(self) -> nn.Module:
         from rlhf.models.load import load_causal_lm
+        from rlhf.models.lora import add_adapters
         from rlhf.models.policy import PolicyModel
 
-        return PolicyModel(load_causal_lm(self._config.model.path, self._config.model.dtype))
+        lm = load_causal_lm(self._config.model.path, self._config.model.dtype)
+        if self.settings.lora is not None:
+            add_adapters(lm, self.settings.lora, self._config.run.seed)
+        return PolicyModel(lm)
 
     def make_update(self) -> PolicyUpdate:
         from rlhf.learners.policy_update import PolicyUpdate
@@ -50,6 +56,14 @@ class PolicyLearner(WeightSyncMixin, Learner):
         if kl_coefficient is not None:
             self._update.kl_coefficient = kl_coefficient
         return super().update(step, samples)
+
+    def score_as_reference(
+        self, samples: Sequence[LearnerSample]
+    ) -> tuple[tuple[list[Span], list[str]], ScoredColumns]:
+        """`score` by the model without its adapters, which is the reference."""
+        with span("policy/reference"), self._adapters.off():
+            scored = self._update.score(samples)
+        return (recorder.drain(), list(scored)), scored
 
     def state_dict(self) -> dict[str, Any]:
         """`Learner.state_dict` with the KL coefficient of the last update."""
@@ -81,18 +95,32 @@ class PolicyLearner(WeightSyncMixin, Learner):
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters under their names in the checkpoint; each once, so without a tied output head."""
-        return list(self.module.named_parameters())
+        from rlhf.models.lora import checkpoint_parameters
+
+        return checkpoint_parameters(self.module)
 
     def named_parameters_for_sync(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters under their checkpoint names; an output head that is the embedding's tensor is listed as well."""
+        from rlhf.models.lora import checkpoint_parameters
+
         unique = dict(self.named_parameters())
-        every = self.module.named_parameters(remove_duplicate=False)
+        every = checkpoint_parameters(self.module, tied=True)
         tied = [(name, parameter) for name, parameter in every if name not in unique]
         return [*unique.items(), *tied[:1]]
 
     def gather(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Within the block the parameters are whole on every rank."""
-        return self._zero.gather(parameters)
+        """Within the block the parameters are whole on every rank, and so are their adapters."""
+        return self._zero.gather(self._adapters.beside(parameters))
+
+    def weight(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter as engines and the export get it, within `gather`: its adapter is merged into a copy."""
+        return self._adapters.merged(parameter)
+
+    @cached_property
+    def _adapters(self) -> Adapters:
+        from rlhf.models.lora import Adapters
+
+        return Adapters(self.module)
 
     @property
     def module(self) -> Any:

@@ -102,8 +102,9 @@ class ZeroEngine:
         del partitioned
         if self.stage == 3:
             register_borrowed(self.model)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=learner.learning_rate, weight_decay=learner.weight_decay, fused=True
+            trained, lr=learner.learning_rate, weight_decay=learner.weight_decay, fused=True
         )
         self.deepspeed, *_ = deepspeed.initialize(
             model=self.model, optimizer=self._optimizer, config=settings, dist_init_required=False

@@ -128,9 +128,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, norm, full_norm, entropy = ctx.saved_tensors
         grad_logprobs, grad_entropy = grads
         grad_hidden = torch.empty_like(hidden)
-        # More than one chunk is added up in float32, whatever the weight's dtype.
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
+        # More than one chunk is added up in float32, whatever the weight's dtype. A frozen head costs nothing.
+        grad_weight = grad_bias = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        if ctx.needs_input_grad[2]:
+            grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
         for start in range(0, len(targets), ctx.rows):
             chunk = slice(start, start + ctx.rows)
             logits, slope = _scaled_logits(hidden[chunk], weight, bias, ctx.temperature, ctx.shape)
@@ -150,12 +153,14 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_logits *= ctx.shape.scale / ctx.temperature
             narrow = grad_logits.to(weight.dtype)
             grad_hidden[chunk] = narrow @ weight
-            grad_weight += narrow.T @ hidden[chunk]
-            if bias is not None:
+            if grad_weight is not None:
+                grad_weight += narrow.T @ hidden[chunk]
+            if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             del logits, slope, of_entropy, grad_logits, narrow
-        bias_result = grad_bias.to(bias.dtype) if bias is not None else None
-        return grad_hidden, grad_weight.to(weight.dtype), bias_result, *[None] * 5
+        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        of_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, of_weight, of_bias, *[None] * 5
 
 
 def _logprob_gradient_(logits: Tensor, norm: Tensor, targets: Tensor, upstream: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf.algorithms.catalogue import needs_critic, needs_reference
+from rlhf.algorithms.catalogue import has_reference_pool, needs_critic
 from rlhf.cluster.actors import Arguments
 from rlhf.config.schema import Config
 from rlhf.learners.critic import CriticLearner
@@ -67,7 +67,7 @@ def make_blueprints(
         )
     if needs_critic(config):
         blueprints["critic"] = model(CriticLearner, config.critic.ranks)
-    if needs_reference(config):
+    if has_reference_pool(config):
         blueprints["reference"] = model(ReferenceScorer, config.reference.ranks)
     if config.reward.model is not None:
         blueprints["reward_model"] = model(RewardModelScorer, config.reward.model.ranks)

@@ -216,13 +216,22 @@ def choose_checkpoint(config: Config, store: CheckpointStore, say: Callable[[str
 
 
 def check_initial_weights(config: Config) -> None:
-    """Verify the checkpoint that `checkpoint.init_from` names, before anything unpickles it; raises `Refused`."""
+    """Verify the checkpoint that `checkpoint.init_from` names, before anything unpickles it; raises `Refused`.
+
+    One of a run with adapters has no weights but theirs.
+    """
     start = config.checkpoint.init_from
-    if start is not None:
-        try:
-            CheckpointStore(start.parent, keep=1).at(start, "checkpoint.init_from")
-        except CheckpointError as error:
-            raise Refused(str(error)) from error
+    if start is None:
+        return
+    try:
+        found = CheckpointStore(start.parent, keep=1).at(start, "checkpoint.init_from")
+    except CheckpointError as error:
+        raise Refused(str(error)) from error
+    if found.config.get("policy", {}).get("lora") is not None:
+        raise Refused(
+            f"checkpoint.init_from = {start}: it is of a run with policy.lora and has no weights to start "
+            "from. Give the export of that run as model.path"
+        )
 
 
 def is_finished(config: Config, checkpoint: Checkpoint | None, export: Path) -> bool:

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlhf.algorithms.catalogue import needs_old_logprobs
+from rlhf.algorithms.catalogue import needs_old_logprobs, policy_is_reference
 from rlhf.cluster.actors import ActorGroup
 from rlhf.cluster.session import Session
 from rlhf.cluster.wait import wait_all
@@ -62,7 +62,12 @@ class Roles:
         self._recorder = groups["recorder"]
         reward_model = config.reward.model
         self.reward_model_weight = reward_model.weight if reward_model is not None else 0.0
-        self._reference = self._scorer_pool(groups, "reference", config.reference)
+        if policy_is_reference(config):
+            self._reference: ScorerPool | None = ScorerPool(
+                self._policy, together=True, deadline_s=config.policy.deadline_s, method="score_as_reference"
+            )
+        else:
+            self._reference = self._scorer_pool(groups, "reference", config.reference)
         self._reward_model = self._scorer_pool(groups, "reward_model", reward_model)
         self._reward_calls = len(config.reward.functions) + extra_functions
         self._scoring = 0
@@ -100,7 +105,7 @@ class Roles:
     ) -> ScorerPool | None:
         if settings is None or role not in groups:
             return None
-        return ScorerPool(groups[role], sharded=settings.sharded, deadline_s=settings.deadline_s)
+        return ScorerPool(groups[role], together=settings.sharded, deadline_s=settings.deadline_s)
 
     async def guard(self, work: Awaitable[T]) -> T:
         """Await `work`; the first failure of any role ends it and is raised."""
@@ -112,7 +117,8 @@ class Roles:
         Returns what a person should know: which models have to be given padded rows, and why.
         """
         started = self._learners()
-        scorers = [pool for pool in (self._reference, self._reward_model) if pool is not None]
+        pools = [pool for pool in (self._reference, self._reward_model) if pool is not None]
+        scorers = [pool for pool in pools if pool.group is not self._policy]
         learned, _, scored = await asyncio.gather(
             asyncio.gather(*(_load(group, deadline_s) for group, deadline_s in started)),
             self.fleet.start(),

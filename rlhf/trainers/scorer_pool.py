@@ -1,4 +1,4 @@
-"""Scorers as the driver sees them: replicas that take groups in turn, or one model sharded over its ranks."""
+"""Scorers as the driver sees them: replicas that take groups in turn, or ranks that score each group together."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from rlhf.trajectories import Group
 
 
 class ScorerPool:
-    """The ranks of one scorer. Sharded, they score every group together, each a share of it."""
+    """The ranks of one scorer. Together, they score every group, each a share of it; `method` is what they are asked.
 
-    def __init__(self, group: ActorGroup, *, sharded: bool, deadline_s: float) -> None:
+    Calls of ranks together come in the same order on all of them, among those of a learner as well.
+    """
+
+    def __init__(self, group: ActorGroup, *, together: bool, deadline_s: float, method: str = "score") -> None:
         self.group = group
         self.deadline_s = deadline_s
-        self._sharded = sharded
+        self._together = together
+        self._method = method
         self._next = itertools.cycle(range(len(group)))
         self._queued = 0
 
@@ -29,13 +33,11 @@ class ScorerPool:
         # A rank takes one group at a time, so the groups before this one count as well.
         deadline_s = self._queued * self.deadline_s
         try:
-            if self._sharded:
-                results = await self.group.call("score", samples, num_returns=2, what=what, deadline_s=deadline_s)
+            limits: dict[str, Any] = {"num_returns": 2, "what": what, "deadline_s": deadline_s}
+            if self._together:
+                results = await self.group.call(self._method, samples, **limits)
             else:
-                rank = next(self._next)
-                results = [
-                    await self.group.call_rank(rank, "score", samples, num_returns=2, what=what, deadline_s=deadline_s)
-                ]
+                results = [await self.group.call_rank(next(self._next), self._method, samples, **limits)]
         finally:
             self._queued -= 1
         return shares(results)

@@ -18,6 +18,7 @@ TESTED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "deepspeed": (("deepspeed",), "0.19"),
     "ray": (("ray",), "2.60"),
     "transformers": (("transformers",), "5.19"),
+    "peft": (("peft",), "0.21"),
 }
 ALLOW = "RLHF_ALLOW_UNTESTED_VERSIONS"
 

@@ -2,7 +2,8 @@
 
 Invariants (each has a test)
 - While one bucket is on the wire the next is gathered, cast and checksummed.
-- At most two buckets' worth of memory is taken: two buffers, or at ZeRO 3 one and the gathered piece.
+- At most two buckets' worth of memory is taken: two buffers, or at ZeRO 3 one and the gathered piece; and beside them
+  one tensor that adapters were merged into.
 - All ranks run through the source once for each send, whatever happens to the engines.
 - A failure names the engine whose call failed, or the group whose wire broke; nothing is raised for an engine's fault.
 """
@@ -167,11 +168,12 @@ class _Transfer:
             buffer = self._buffer(bucket.nbytes)
             payload = buffer[: bucket.nbytes]
             self._pack(first, tensor, payload)
+            del tensor  # it may be a merged one, and the next is made before this function ends
             for slot in others:
                 self._pack(slot, self._next(slot), payload)
         works = {m.epoch: m.wire.broadcast(payload) for m in self._members}
         checked = self._checker.submit(self._check, bucket, payload)
-        self._in_flight.append(_Flight(buffer, works, checked, time.monotonic()))
+        self._in_flight.append(_Flight(buffer, payload, works, checked, time.monotonic()))
 
     def _next(self, slot: Slot) -> torch.Tensor:
         start = now()
@@ -256,9 +258,13 @@ class _Transfer:
 
 @dataclass(slots=True)
 class _Flight:
-    """A bucket on the wire: its buffer, if it took one, pending work by epoch, its checksum, since when it travels."""
+    """A bucket on the wire: its buffer, if it took one, pending work by epoch, its checksum, since when it travels.
+
+    `payload` is what travels: a part of the buffer, or one tensor, which nothing else may hold.
+    """
 
     buffer: torch.Tensor | None
+    payload: torch.Tensor
     works: Mapping[int, Any]
     checked: Future[None]
     since: float

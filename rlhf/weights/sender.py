@@ -61,6 +61,5 @@ class WeightSender:
         else:
             receipt, seconds, failures = Receipt(), {}, ()
             for _ in range(1 if self._transport == "gloo" else len(epochs)):
-                for _ in self._source.parameters():
-                    pass
+                self._source.follow()
         return SendReport(receipt, now() - start, version, seconds, failures)

@@ -23,13 +23,18 @@ class WeightHolder(Protocol):
         """Within the block the parameters are whole on every rank (a collective at ZeRO stage 3)."""
         ...
 
+    def weight(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """What to send for a parameter, within `gather`: its tensor, or a new one that an adapter was merged into."""
+        ...
+
 
 class LearnerSource(WeightSource):
     """`WeightSource` over a ZeRO engine. Ranks iterate it together: gathering a piece is a collective at stage 3.
 
-    A piece is at most `bucket_bytes` (of the parameters' own dtype) or a single larger tensor. A yielded tensor is
-    valid until the next one is asked for. Tied models send their output head as well, although it is the embedding's
-    tensor: on CPU the engine keeps the head in a packed copy of its own, which would stay old.
+    A piece is at most `bucket_bytes` (of the parameters' own dtype) or a single larger tensor; adapters come on top. A
+    yielded tensor is valid until the next one is asked for, and one that an adapter is merged into is made only then.
+    Tied models send their output head as well, although it is the embedding's tensor: on CPU the engine keeps the head
+    in a packed copy of its own, which would stay old.
     """
 
     def __init__(self, holder: WeightHolder, wire_dtype: torch.dtype, bucket_bytes: int) -> None:
@@ -52,12 +57,21 @@ class LearnerSource(WeightSource):
         ]
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors in their own dtype; who packs them casts on the way."""
+        """The tensors in their own dtype, merged ones in float32; who packs them casts on the way."""
         for piece in self._pieces:
-            unique = {id(parameter): parameter for _, parameter in piece}
-            with self._holder.gather(list(unique.values())):
+            with self._gathered(piece):
                 for name, parameter in piece:
-                    yield name, parameter.detach()
+                    yield name, self._holder.weight(parameter)
+
+    def follow(self) -> None:
+        """Take part in a pass of all ranks without a use for the tensors."""
+        for piece in self._pieces:
+            with self._gathered(piece):
+                pass
+
+    def _gathered(self, piece: Sequence[tuple[str, torch.nn.Parameter]]) -> AbstractContextManager[None]:
+        unique = {id(parameter): parameter for _, parameter in piece}
+        return self._holder.gather(list(unique.values()))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.parameters():

@@ -32,36 +32,41 @@ KL_COEFFICIENT = 0.25
 
 
 class Case(NamedTuple):
-    """A learner."""
+    """A learner; with `lora` it trains adapters of rank 4."""
 
     role: str
     stage: int
     dtype: str
     model: str
+    lora: bool = False
 
     @property
     def name(self) -> str:
-        return "-".join(str(value) for value in self)
+        return "-".join([self.role, str(self.stage), self.dtype, self.model, *(["lora"] if self.lora else [])])
 
 
-# A pairwise choice: every stage with each number of ranks, each dtype, a tied and an untied head.
+# A pairwise choice: every stage with each number of ranks, each dtype, a tied and an untied head, and adapters.
 CASES = {
     1: [
         Case("policy", 1, "bfloat16", "tied"),
         Case("policy", 2, "float32", "untied"),
         Case("policy", 3, "bfloat16", "untied"),
         Case("critic", 2, "bfloat16", "reward"),
+        Case("policy", 2, "bfloat16", "tied", lora=True),
     ],
     2: [
         Case("policy", 1, "float32", "untied"),
         Case("policy", 2, "bfloat16", "tied"),
         Case("policy", 3, "float32", "tied"),
         Case("critic", 3, "float32", "reward"),
+        Case("policy", 1, "bfloat16", "tied", lora=True),
+        Case("policy", 3, "float32", "tied", lora=True),
     ],
 }
 FULL = [
     *(Case("policy", s, d, m) for s in (1, 2, 3) for d in ("float32", "bfloat16") for m in ("tied", "untied")),
     *(Case("critic", s, d, "reward") for s in (1, 2, 3) for d in ("float32", "bfloat16")),
+    *(Case("policy", s, d, "tied", lora=True) for s in (1, 2, 3) for d in ("float32", "bfloat16")),
 ]
 
 
@@ -78,7 +83,7 @@ def saved_cases(full: bool) -> list[tuple[Case, int]]:
 
 def make(arguments: argparse.Namespace, case: Case, offload: str = "none") -> Any:
     """A learner whose rate falls from 1e-3 at step 2 to 0 at step 6."""
-    settings = {
+    settings: dict[str, Any] = {
         "offload": offload,
         "zero_stage": case.stage,
         "learning_rate": 1e-3,
@@ -94,6 +99,8 @@ def make(arguments: argparse.Namespace, case: Case, offload: str = "none") -> An
             models / "untied", case.dtype, algorithm={"advantage": "gae"}, critic=settings, run=run, policy={}
         )
         return Rank(arguments, config, CriticLearner).learner
+    if case.lora:
+        settings["lora"] = {"rank": 4}
     config = make_config(models / case.model, case.dtype, policy=settings, run=run)
     return Rank(arguments, config, PolicyLearner).learner
 
@@ -117,7 +124,7 @@ def weights(learner: Any) -> dict[str, torch.Tensor]:
 
 
 def optimizer_state(learner: Any) -> dict[str, torch.Tensor]:
-    """Masters, both moments and step counts, whole on every rank."""
+    """Masters, both moments and step counts of what is trained, whole on every rank."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     optimizer = learner.engine.optimizer
@@ -126,7 +133,8 @@ def optimizer_state(learner: Any) -> dict[str, torch.Tensor]:
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
     found = {}
-    for name, parameter in learner._zero.model.named_parameters():
+    trained = [(name, p) for name, p in learner._zero.model.named_parameters() if p.requires_grad]
+    for name, parameter in trained:
         found[f"{name} master"] = safe_get_full_fp32_param(parameter).clone()
         for moment in ("exp_avg", "exp_avg_sq"):
             found[f"{name} {moment}"] = safe_get_full_optimizer_state(parameter, moment).clone()

@@ -52,6 +52,9 @@ class Trainer:
     def gather(self, parameters: Any) -> Any:
         return nullcontext()
 
+    def weight(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        return parameter.detach()
+
     def join(self, engines: list[Any], **settings: Any) -> None:
         """Admit the engines (handles), numbered from 0, to syncs of this trainer's own; they stop serving."""
         ray.get([engine.begin_sync.remote("drain") for engine in engines], timeout=CALL_S)

@@ -23,9 +23,13 @@ from rlhf.learners.policy import PolicyLearner
 from rlhf.learners.policy_update import PolicyUpdate
 from rlhf.learners.ranks import LearnerError
 from rlhf.learners.update import Turn
+from rlhf.models.load import DTYPES
 from rlhf.trajectories import Columns
+from rlhf.weights.source import LearnerSource
 
 VOCABULARY = 104
+# Less than the largest matrix of the tiny model, and more than several of the smaller ones.
+BUCKET_BYTES = 1 << 16
 
 
 def make_config(model: Path | str, dtype: str = "float32", **overrides: dict[str, Any]) -> Config:
@@ -204,6 +208,30 @@ def check_training(arguments: argparse.Namespace, model: str, dtype: str, stage:
     return found
 
 
+def check_adapters(arguments: argparse.Namespace, dtype: str, stage: int) -> dict[str, Any]:
+    """Three updates of adapters and an export; what was frozen and what is the reference, before and after."""
+    policy = {"zero_stage": stage, "lora": {"rank": 4}}
+    rank = Rank(arguments, make_config(Path(arguments.models) / "tied", dtype, policy=policy))
+    learner, samples = rank.learner, make_samples()
+    found: dict[str, Any] = {}
+    for when in ("before", "after"):
+        found[f"frozen {when}"] = rank.weights()
+        found[f"reference {when}"] = learner.score_as_reference(samples)[1]
+        if when == "before":
+            found["policy before"] = rank.logprobs(samples)
+            learner.dry_run()
+            found["metrics"] = [learner.update(step, make_samples(step)).metrics for step in (1, 2, 3)]
+    found["adapters"] = {}
+    for name, parameter in learner.module.named_parameters():
+        if parameter.requires_grad:
+            with learner._zero.gather([parameter]):
+                found["adapters"][name] = parameter.detach().clone()
+    source = LearnerSource(learner, DTYPES[dtype], BUCKET_BYTES)
+    found["sent"] = {name: tensor.clone() for name, tensor in source}
+    learner.export(Path(arguments.out) / f"export-{arguments.world}-adapters-{dtype}-{stage}")
+    return found
+
+
 def check_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """What does not depend on the stage: dropout, temperature, parity, minibatches, reference KL."""
     found: dict[str, Any] = {}
@@ -324,6 +352,8 @@ def main() -> None:
             found[f"stage {stage} {dtype}"] = check_stage(arguments, dtype, stage)
         for model, dtype in (("untied", "float32"), ("tied", "float32"), ("tied", "bfloat16")):
             found[f"training {stage} {model} {dtype}"] = check_training(arguments, model, dtype, stage)
+        for dtype in ("float32", "bfloat16"):
+            found[f"adapters {stage} {dtype}"] = check_adapters(arguments, dtype, stage)
         found[f"critic {stage}"] = check_critic(arguments, stage)
     found["settings"] = check_settings(arguments)
     found["loss"] = check_loss(arguments)

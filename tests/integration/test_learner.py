@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf.config.schema import LoraConfig
 from rlhf.models.batch import pad_batch
+from rlhf.models.lora import add_adapters
 from rlhf.models.operations import Operations
 from rlhf.models.value import load_value_model
 from tests.integration.learner_ranks import advantage_of, make_samples, with_returns
@@ -244,6 +246,59 @@ class TestTraining:
 
     def test_no_operator_was_compiled(self, found: Found, folder: Path) -> None:
         assert not list(folder.glob("extensions/**/*"))
+
+
+class TestAdapters:
+    @pytest.mark.parametrize("run", RUNS)
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_three_updates_are_those_of_plain_torch(self, found: Found, folder: Path, run: str, stage: int) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder / "tied")
+        add_adapters(model, LoraConfig(rank=4), seed=1)
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        optimizer = torch.optim.AdamW(trained.values(), lr=1e-3, weight_decay=0.0)
+        norms = []
+        for seed in (1, 2, 3):
+            optimizer.zero_grad()
+            plain_loss(model, seed).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)))
+            optimizer.step()
+        training = found[run][f"adapters {stage} float32"]
+        assert [m["policy/grad_norm"] for m in training["metrics"]] == pytest.approx(norms, rel=1e-4)
+        assert relative(training["adapters"], {name: p.detach() for name, p in trained.items()}) < 1e-4
+
+    @pytest.mark.parametrize("run", RUNS)
+    @pytest.mark.parametrize("stage", STAGES)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_frozen_weights_and_the_reference_stay_as_they_were(
+        self, found: Found, run: str, stage: int, dtype: str
+    ) -> None:
+        checked = found[run][f"adapters {stage} {dtype}"]
+        before, after = checked["frozen before"], checked["frozen after"]
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        for sample_id, values in checked["reference before"].items():
+            # Fresh adapters are 0, so the policy was the reference.
+            assert np.array_equal(values, checked["policy before"][sample_id], equal_nan=True)
+            assert np.array_equal(values, checked["reference after"][sample_id], equal_nan=True)
+
+    @pytest.mark.parametrize("world", [1, 2])
+    @pytest.mark.parametrize("stage", STAGES)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_engines_get_what_is_exported_and_it_has_moved(
+        self, found: Found, folder: Path, world: int, stage: int, dtype: str
+    ) -> None:
+        from safetensors import safe_open
+
+        checked = found[RUNS[world - 1]][f"adapters {stage} {dtype}"]
+        sent, frozen = checked["sent"], checked["frozen before"]
+        assert sent.keys() == frozen.keys()
+        with safe_open(folder / f"export-{world}-adapters-{dtype}-{stage}" / "model.safetensors", "pt") as exported:
+            # A tied head is written once and sent under both of its names.
+            assert set(exported.keys()) == sent.keys() - {"lm_head.weight"}
+            assert all(torch.equal(exported.get_tensor(name), sent[name]) for name in exported.keys())  # noqa: SIM118
+        moved = {name for name in sent if not torch.equal(sent[name], frozen[name])}
+        assert moved == {name for name in sent if "_proj.weight" in name}
 
 
 class TestExport:

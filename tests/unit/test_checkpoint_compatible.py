@@ -60,6 +60,17 @@ def test_what_makes_it_another_run_is_refused(key: str, value: object) -> None:
     assert changed({key: value}) == {key: True}
 
 
+def test_adapters_are_another_run_than_all_weights_and_than_other_adapters() -> None:
+    plain, adapted = settings(), settings({"policy.lora": {"rank": 8}})
+    before_there_were_adapters = {**plain, "policy": {k: v for k, v in plain["policy"].items() if k != "lora"}}
+    assert breaking(differences(plain, adapted))
+    assert breaking(differences(adapted, plain))
+    assert [c.key for c in breaking(differences(before_there_were_adapters, adapted))] == ["policy.lora.rank"]
+    assert differences(before_there_were_adapters, plain) == []
+    doubled = settings({"policy.lora": {"rank": 8, "alpha": 64}})
+    assert [(c.key, c.breaks) for c in differences(adapted, doubled)] == [("policy.lora.alpha", True)]
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -13,7 +13,14 @@ import pytest
 from rlhf.checkpoint import StateError
 from rlhf.cluster.preflight import Refused
 from rlhf.config import Config
-from rlhf.trainers.checkpointing import Checkpointer, FrozenModels, choose_checkpoint, is_finished, open_store
+from rlhf.trainers.checkpointing import (
+    Checkpointer,
+    FrozenModels,
+    check_initial_weights,
+    choose_checkpoint,
+    is_finished,
+    open_store,
+)
 from tests.unit.configs import build
 
 
@@ -208,6 +215,19 @@ async def test_a_change_of_what_the_run_means_is_refused_and_any_other_is_said(t
     assert choose_checkpoint(config(tmp_path, **resume, **{"run.steps": 9}), bench.store, bench.said.append)
     assert [line for line in bench.said if line.startswith("since step-000002: ") and "run.steps: 5 -> 9" in line]
     assert not [line for line in bench.said if "if_exists" in line]
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 8}])
+async def test_weights_are_not_taken_from_a_checkpoint_that_has_adapters_only(tmp_path: Path, lora: Any) -> None:
+    bench = Bench(tmp_path, **{"policy.lora": lora})
+    await bench.step(2)
+    await bench.checkpoints.finish()
+    other = config(tmp_path, **{"checkpoint.init_from": str(bench.store.checkpoints()[0].path)})
+    if lora is None:
+        check_initial_weights(other)
+    else:
+        with pytest.raises(Refused, match=r"has no weights to start from\. Give the export of that run as model\.path"):
+            check_initial_weights(other)
 
 
 def test_nothing_is_resumed_that_was_not_asked_for(tmp_path: Path) -> None:

@@ -86,6 +86,21 @@ def test_gradient_of_the_entropy_of_two_tokens_is_the_closed_form() -> None:
     assert gradient[0].tolist() == pytest.approx([-0.205990, 0.205990], abs=1e-6)
 
 
+def test_a_frozen_head_gets_no_gradient_and_passes_the_same_one_on() -> None:
+    torch.manual_seed(0)
+    hidden, weight, bias, targets = torch.randn(7, 16), torch.randn(11, 16), torch.randn(11), torch.tensor([3] * 7)
+    gradients = []
+    for frozen in (False, True):
+        states, head, offset = hidden.clone().requires_grad_(), weight.clone(), bias.clone()
+        head.requires_grad_(not frozen)
+        offset.requires_grad_(not frozen)
+        token_logprobs(states, head, offset, targets, 1.0, PLAIN, chunk_rows=3)[0].sum().backward()
+        gradients.append(states.grad)
+        assert (head.grad is None, offset.grad is None) == (frozen, frozen)
+    assert gradients[0] is not None and gradients[1] is not None
+    assert torch.equal(gradients[0], gradients[1])
+
+
 def test_entropy_costs_nothing_in_the_backward_pass_of_a_loss_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Tensor) -> Tensor:
         raise AssertionError("the entropy's gradient was computed")

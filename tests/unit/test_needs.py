@@ -165,6 +165,53 @@ def test_a_gpu_engine_needs_at_least_the_longest_sequence_in_its_cache() -> None
     assert pool.bytes.kv_cache == 320
 
 
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "optimizer"),
+    [
+        # Adapters of rank 3 beside a layer's projections, 3 x (inputs + outputs): q and o 2 x 16, k and v 2 x 12, three
+        # of 24, together 3 x 128 = 384; two layers 768. On 2 ranks: bfloat16 weights 2 x 1272 + 2 x 768, float32
+        # gradients 4 x 768, masters and moments 12 x 768.
+        (1, 2544 + 1536, 3072, 4608),
+        (2, 2544 + 1536, 1536, 4608),
+        (3, 1272 + 768, 1536, 4608),
+    ],
+)
+def test_with_adapters_gradients_and_optimizer_are_theirs_alone(
+    stage: int, weights: int, gradients: int, optimizer: int
+) -> None:
+    made = config(policy={"ranks": 2, "zero_stage": stage, "lora": {"rank": 3}}, checkpoint={"every": 5})
+    pool = needs(made, SMALL).pool("policy")
+    assert pool is not None
+    assert (pool.bytes.weights, pool.bytes.gradients, pool.bytes.optimizer) == (weights, gradients, optimizer)
+    # A checkpoint has the adapters and their optimizer.
+    assert pool.bytes.checkpoint == weights - (2544 if stage < 3 else 1272) + optimizer
+
+
+def test_with_adapters_the_head_has_no_gradient_and_a_merged_matrix_is_made_at_a_time() -> None:
+    plain = needs(config(), SMALL).pool("policy")
+    adapted = needs(config(policy={"lora": {"rank": 3}}), SMALL).pool("policy")
+    assert plain is not None and adapted is not None
+    # Less 4 x 80 for the head's gradient; 32 tokens x 2 layers x 7 adapters x 3 outputs of 2 bytes more.
+    assert adapted.bytes.activations - plain.bytes.activations == 32 * 2 * 7 * 3 * 2 - 320
+    # The largest matrices are 8 x 16, in float32.
+    assert adapted.bytes.sync_buckets - plain.bytes.sync_buckets == 4 * 128
+
+
+def test_named_targets_alone_are_counted_and_all_where_a_name_is_unknown() -> None:
+    counted = {}
+    for targets in (["q_proj", "down_proj"], ["q_proj", "fused"], "all-linear"):
+        pool = needs(config(policy={"lora": {"rank": 3, "target_modules": targets}}), SMALL).pool("policy")
+        assert pool is not None
+        counted[str(targets)] = pool.bytes.optimizer
+    # q 8 + 8, down 16 + 8: 3 x 40 = 120 in each of two layers.
+    assert list(counted.values()) == [12 * 240, 12 * 768, 12 * 768]
+
+
+def test_the_policy_with_adapters_is_its_own_reference() -> None:
+    kl = {"kl": {"where": "loss", "coefficient": 0.1}}
+    assert needs(config(algorithm=kl, policy={"lora": {"rank": 3}}), SMALL).pool("reference") is None
+
+
 def test_no_reference_pool_without_kl() -> None:
     assert needs(config(), SMALL).pool("reference") is None
     with_kl = needs(config(algorithm={"kl": {"where": "loss", "coefficient": 0.1}}), SMALL)

