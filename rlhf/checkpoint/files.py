@@ -1,4 +1,4 @@
-"""Bytes on a disk: synced, hashed, replaced and removed, one folder at a time."""
+"""A checkpoint's files: synced, hashed, compared and removed, one folder at a time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rlhf.checkpoint.errors import CorruptCheckpoint
 from rlhf.checkpoint.manifest import DIGEST_BYTES, MANIFEST, Checkpoint, FileEntry
+from rlhf.cluster.disk import sync_folder
 
 _BLOCK_BYTES = 4 << 20
 # Hashing releases the interpreter's lock. More threads would only compete for the disk, and with learners for cores.
@@ -64,35 +65,6 @@ def check_contents(checkpoint: Checkpoint) -> None:
         raise CorruptCheckpoint(checkpoint.path, [f"can't be read: {error.strerror} ({error.filename})"]) from error
     if problems:
         raise CorruptCheckpoint(checkpoint.path, problems)
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and bring its contents to the disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def replace_synced(path: Path, content: bytes) -> None:
-    """Replace a file: a reader finds the old contents or the new, also after the power went."""
-    aside = path.with_name(f".{path.name}.new")
-    try:
-        write_synced(aside, content)
-        os.replace(aside, path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring a folder's list of names to the disk."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def remove_tree(folder: Path, aside: Path) -> None:

@@ -30,6 +30,7 @@ from typing import Literal
 from rlhf.checkpoint import files
 from rlhf.checkpoint.errors import CheckpointError, CorruptCheckpoint, NewerFormat, NoCheckpoint, explain_write
 from rlhf.checkpoint.manifest import MANIFEST, Checkpoint, describe, parse, render
+from rlhf.cluster import disk
 from rlhf.config.schema import KeepBestConfig
 
 Phase = Literal["written", "synced", "manifest", "renamed", "latest", "retained"]
@@ -221,14 +222,14 @@ class CheckpointStore:
     def _publish(self, checkpoint: Checkpoint) -> None:
         """Manifest, rename, `latest`: from here on it exists."""
         writing = self._writing(checkpoint.step)
-        files.write_synced(writing / MANIFEST, render(checkpoint))
-        files.sync_folder(writing)
+        disk.write_synced(writing / MANIFEST, render(checkpoint))
+        disk.sync_folder(writing)
         self._phases("manifest")
         if checkpoint.path.exists():
             self._set_aside(checkpoint.path)
         writing.rename(checkpoint.path)
         try:
-            files.sync_folder(self.folder)
+            disk.sync_folder(self.folder)
             self._phases("renamed")
             self._point_to(checkpoint)
         except BaseException:
@@ -237,7 +238,7 @@ class CheckpointStore:
             raise
 
     def _point_to(self, checkpoint: Checkpoint) -> None:
-        files.replace_synced(self.folder / LATEST, f"{checkpoint.path.name}\n".encode())
+        disk.replace_synced(self.folder / LATEST, f"{checkpoint.path.name}\n".encode())
 
     def _retain(self) -> None:
         """Remove what is not to be kept."""

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.cluster.placement import Slot
 from rlhf.cluster.process import die_with_parent, redirect_output
-from rlhf.cluster.reaper import MARKER_VARIABLE
+from rlhf.cluster.reaper import join_run
 from rlhf.cluster.supervision import ActorFailed, Member, forget, register
 from rlhf.cluster.wait import wait, wait_all
 from rlhf.tracking.spans import set_role
@@ -63,7 +63,7 @@ def _set_up_process(settings: HostSettings) -> dict[str, Any]:
     import ray
 
     die_with_parent(signal.SIGKILL)
-    os.environ[MARKER_VARIABLE] = settings.marker
+    join_run(settings.marker)
     set_role(settings.role)
     redirected = settings.log is not None and redirect_output(Path(settings.log))
     context = ray.get_runtime_context()

@@ -4,8 +4,9 @@ Invariants (each has a test)
 - What can't be placed is refused before anything is started (or, on a joined cluster, before any actor).
 - With `RAY_ADDRESS` (as under `ray job submit`) or an explicit address we join; else we start a cluster of our own,
   with as many CPU slots as the run needs.
-- `close` leaves no process of ours, in every case: after success, an exception, Ctrl-C; and a reaper sees to it when
-  the driver itself is killed.
+- `close` leaves no process and no temporary file of ours, in every case: after success, an exception, Ctrl-C; and a
+  reaper sees to it when the driver itself is killed.
+- Sessions on one machine share no folder and no port.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -46,23 +47,29 @@ class Session:
     """An open session: `needs`, `placement`, `supervisor`. Made by `open_session`; close it, or use it as a context."""
 
     def __init__(
-        self, needs: Needs, resources: Resources, address: str | None, owned: bool, started: list[int]
+        self,
+        needs: Needs,
+        resources: Resources,
+        reaper: Reaper,
+        *,
+        address: str | None = None,
+        started: Sequence[int] = (),
     ) -> None:
         import ray
 
         self.needs = needs
         self.resources = resources
         self.address = address
-        self.owned = owned
+        self.owned = address is None
         self.placement = Placement()
         self.supervisor = Supervisor()
         self.agents = Agents(ray.get_runtime_context().get_node_id())
         self._groups: list[ActorGroup] = []
-        self._started = started
+        self._started = list(started)
         self._closed = False
-        self._reaper = Reaper()
-        self.marker = self._reaper.marker
-        self._reaper.add(started)
+        self._reaper = reaper
+        self.marker = reaper.marker
+        self._reaper.add(list(started))
         supervision.install()
         atexit.register(self.close)
 
@@ -158,20 +165,23 @@ def _start(config: Config, shapes: ModelShapes) -> Session:
     preflight(needed, resources, config.rollout.gpu_memory_utilization)
     units = sum(pool.units for pool in needed.pools)
     slots = max(needed.devices if needed.device == "cpu" else units, resources.cpus)
-    before = _children()
     # A cluster of our own reports to nobody, unless the user has said otherwise.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    _init(
-        "local",
-        num_cpus=slots,
-        include_dashboard=False,
-        object_store_memory=_OBJECT_STORE_BYTES,
-    )
+    reaper = Reaper()
+    before = _children()
     try:
+        _init(
+            "local",
+            num_cpus=slots,
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            _temp_dir=str(reaper.scratch),
+        )
         have = Resources((Node(slots, resources.gpus, resources.host_bytes),), resources.gpu_bytes)
-        return Session(needed, have, None, True, sorted(_children() - before))
+        return Session(needed, have, reaper, started=sorted(_children() - before))
     except BaseException:
         ray.shutdown()
+        reaper.dismiss()
         raise
 
 
@@ -193,7 +203,7 @@ def _join(config: Config, shapes: ModelShapes, address: str) -> Session:
             config, shapes.policy, resolve_device(config.placement.device, resources), shapes.critic, shapes.reward
         )
         preflight(needed, resources, config.rollout.gpu_memory_utilization)
-        return Session(needed, resources, address, False, [])
+        return Session(needed, resources, Reaper(), address=address)
     except BaseException:
         ray.shutdown()
         raise

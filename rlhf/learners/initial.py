@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -25,17 +26,33 @@ def load_initial_weights(module: nn.Module, folder: Path, zero_stage: int) -> No
         raise ValueError(f"checkpoint.init_from has no {folder.name} ({folder}): that run had none")
     saved = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=SHARDS)
     parameters = dict(module.named_parameters())
-    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
-    wrong = sorted(name for name, shape in shapes.items() if name not in saved or tuple(saved[name].shape) != shape)
+    wrong = _differences(module, parameters, saved)
     if wrong:
         raise ValueError(
-            f"{folder} is the checkpoint of another model: {len(wrong)} of {len(parameters)} parameters are not in it "
-            f"or have another shape ({', '.join(wrong[:3])})"
+            f"{folder} is the checkpoint of another model: {len(wrong)} names differ in being there, in shape, or in "
+            f"sharing a tensor ({', '.join(wrong[:3])})"
         )
     for name, parameter in parameters.items():
         with _whole(parameter, zero_stage), torch.no_grad():
             if parameter.numel():
                 parameter.copy_(saved[name])
+
+
+def _differences(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Names that speak against `saved` being of a model like `module`."""
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
+    wrong = {name for name, shape in shapes.items() if name not in saved or tuple(saved[name].shape) != shape}
+    # What this model has no place for, such as a bias, would be left out in silence.
+    wrong |= saved.keys() - module.state_dict().keys()
+    # A head of its own can't become one that is tied to the embedding.
+    first = {id(parameter): name for name, parameter in parameters.items()}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owner = first[id(parameter)]
+        if {name, owner} <= saved.keys() and not torch.equal(saved[name], saved[owner]):
+            wrong.add(name)
+    return sorted(wrong)
 
 
 def _whole(parameter: nn.Parameter, zero_stage: int) -> AbstractContextManager[None]:

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf.cluster.disk import sync_folder
+
 # Bytes; where a tensor begins in a snapshot's memory.
 ALIGNMENT = 64
 # Bytes that one system call writes. Other threads run meanwhile.
@@ -193,7 +195,7 @@ def _write_all(files: Mapping[Path, Snapshot | bytes]) -> int:
     written = sum(_write(path, content) for path, content in files.items())
     folders = {path.parent for path in files}
     for folder in sorted(folders | {folder.parent for folder in folders}):
-        _sync_folder(folder)
+        sync_folder(folder)
     return written
 
 
@@ -240,11 +242,3 @@ class _Sink:
 
     def flush(self) -> None:
         """Nothing is buffered here."""
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

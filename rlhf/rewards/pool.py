@@ -1,7 +1,8 @@
 """The pool of killable worker processes that runs the reward functions.
 
 Invariants
-- Functions run in worker processes only: what hangs, crashes or is killed costs its own call and nothing else.
+- Functions run in worker processes only: what hangs, crashes or is killed costs its own call and nothing else. A call
+  whose worker a signal has killed is made once more, so that a kill from outside costs no reward.
 - A worker runs one call at a time; calls wait in order for the next idle worker, and waiting isn't counted as running.
 - Each call ends within its deadlines in a result for its function and group. Calls of different functions and groups
   never share anything but the queue, so their results can't be mixed up.

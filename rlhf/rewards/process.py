@@ -3,6 +3,8 @@
 Invariants
 - One process serves one thread of the pool, one call at a time. That thread started it, and outlives it: the kernel's
   parent-death signal fires when the *thread* that started a process ends.
+- A process that a signal ends is replaced, and its call made once more, in the middle of the function too: what kills
+  from outside seldom comes twice, and a function that ends its own process does it again. Nothing else is tried again.
 - Every read and write has a deadline. At `timeout_s` the process and all that it started are killed with SIGKILL.
 - The clock of a call starts when the worker says that the function starts; booting and queueing don't count.
 - The process is started by exec and never by fork, and doesn't import the parent's main module.
@@ -19,6 +21,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from rlhf.rewards.types import RewardError, RewardInput
@@ -35,6 +38,17 @@ _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
     "from rlhf.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a process ended, in words that follow its name."""
+
+    how: str
+    by_signal: bool = False
+
+    def __str__(self) -> str:
+        return self.how
 
 
 class WorkerProcess:
@@ -92,33 +106,45 @@ class WorkerProcess:
             raise RewardError(f"a reward worker can't be started in the folder {self._base_dir}: {error}") from error
 
     def call(self, function: int, samples: Sequence[RewardInput], timeout_s: float) -> CallResult:
-        """Run one function on one group; blocks for at most the boot, start and call deadlines.
+        """Run one function on one group; blocks for at most the boot, start and call deadlines, twice after a kill.
 
-        A process that was gone before the function started is replaced once; after that its death is the call's result.
+        A process that is killed by a signal while the function runs is replaced once; after that its death is the
+        call's result, as is an exit or the deadline at once.
         """
         for attempt in (1, 2):
-            pipe = self.ensure_started()
+            pipe = self._begin(function, samples)
             try:
-                pipe.send((function, samples))
-                if self._receive(pipe, START_DEADLINE_S) == STARTED:
-                    break
-                how = f"took no call within {START_DEADLINE_S:g} s"
-                self.end()
+                result = self._receive(pipe, timeout_s)
             except (EOFError, OSError):
-                how = self.end()
-            if attempt == 2:
-                raise RewardError(f"two reward workers in a row ended before a function started: the last {how}")
-        try:
-            result = self._receive(pipe, timeout_s)
-        except (EOFError, OSError):
-            return CallResult(error=f"ended its worker process, which {self.end()}")
-        if not isinstance(result, CallResult):
+                ending = self.end()
+                if ending.by_signal and attempt == 1 and not self._stopped:
+                    continue
+                twice = " when its call was made once more" if attempt == 2 else ""
+                return CallResult(error=f"ended its worker process, which {ending}{twice}")
+            if isinstance(result, CallResult):
+                return result
             self.end()
             return CallResult(
                 error=f"was still running after reward.timeout_s = {timeout_s:g} s and was killed: make it faster or "
                 "raise reward.timeout_s"
             )
-        return result
+        raise AssertionError("the second attempt returns")
+
+    def _begin(self, function: int, samples: Sequence[RewardInput]) -> Connection:
+        """Have a process start the function; one that was gone before that is replaced once."""
+        for attempt in (1, 2):
+            pipe = self.ensure_started()
+            try:
+                pipe.send((function, samples))
+                if self._receive(pipe, START_DEADLINE_S) == STARTED:
+                    return pipe
+                how = f"took no call within {START_DEADLINE_S:g} s"
+                self.end()
+            except (EOFError, OSError):
+                how = str(self.end())
+            if attempt == 2:
+                raise RewardError(f"two reward workers in a row ended before a function started: the last {how}")
+        raise AssertionError("the second attempt returns or raises")
 
     @staticmethod
     def _receive(pipe: Connection, deadline_s: float) -> object:
@@ -130,22 +156,22 @@ class WorkerProcess:
         self._stopped = True
         self._kill(self._process)
 
-    def end(self) -> str:
+    def end(self) -> Ending:
         """Close the pipe, kill the process and all that it started, and say how the process ended."""
         pipe, process = self._pipe, self._process
         self._pipe = self._process = None
         if pipe is not None:
             pipe.close()
         if process is None:
-            return "was not running"
+            return Ending("was not running")
         self._kill(process)
         try:
             code = process.wait(REAP_DEADLINE_S)
         except subprocess.TimeoutExpired:
-            return f"could not be killed (pid {process.pid})"
+            return Ending(f"could not be killed (pid {process.pid})")
         if code < 0:
-            return f"was killed by {signal.Signals(-code).name} (pid {process.pid})"
-        return f"exited with code {code} (pid {process.pid})"
+            return Ending(f"was killed by {signal.Signals(-code).name} (pid {process.pid})", by_signal=True)
+        return Ending(f"exited with code {code} (pid {process.pid})")
 
     @staticmethod
     def _kill(process: subprocess.Popen[bytes] | None) -> None:

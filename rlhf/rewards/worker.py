@@ -4,7 +4,7 @@ Invariants
 - The process ends with its parent: it reads the end of the pipe, and the kernel kills it when the parent was killed.
 - Functions run on the main thread, so that verifiers that limit themselves with signals work.
 - `STARTED` is sent just before the function is called. What dies before it is the pool's failure and is tried again;
-  what dies after it is the function's.
+  what dies after it is the function's, unless a signal killed it, which is tried again once.
 - Whatever the function raises or returns comes back as a `CallResult` of plain numbers and texts; nothing of the
   user's is pickled on the way back.
 

@@ -61,7 +61,7 @@ class ConsoleTracker:
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._first: tuple[int, float] | None = None
         self._last: tuple[int, float] | None = None
-        self._done = 0
+        self._done: set[int] = set()
         self._seconds = 0.0
         self._tokens = 0.0
         self._folder = ""
@@ -79,6 +79,15 @@ class ConsoleTracker:
         if self._console is not None:
             self._progress, self._task = _bar(self._console, self._steps)
             self._progress.start()
+
+    def rewind(self, step: int | None) -> None:
+        """Forget later steps, but not their time; lines that were shown stay, since they say what happened."""
+        kept = step or 0
+        self._done = {done for done in self._done if done <= kept}
+        if self._first is not None and self._first[0] > kept:
+            self._first = None
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=kept)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Show a finished step; an evaluation's metrics, which have no `time/step`, are left to `note`."""
@@ -106,7 +115,7 @@ class ConsoleTracker:
         """Close the bar and sum up the run."""
         if self._progress is not None:
             self._progress.stop()
-        self.note(f"{status}: {self._done} of {self._steps} steps in {duration(self._seconds)}")
+        self.note(f"{status}: {len(self._done)} of {self._steps} steps in {duration(self._seconds)}")
         if self._first is not None and self._last is not None:
             (first, before), (last, after) = self._first, self._last
             self.note(f"  reward  {before:.3f} at step {first}, {after:.3f} at step {last}")
@@ -115,7 +124,7 @@ class ConsoleTracker:
         self.note(f"  files   {self._folder}")
 
     def _remember(self, metrics: Mapping[str, float], step: int) -> None:
-        self._done += 1
+        self._done.add(step)
         self._tokens += metrics.get("rollout/tokens", 0.0)
         self._recent.append(metrics["time/step"])
         self._seconds += metrics["time/step"]

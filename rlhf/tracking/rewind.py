@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf.cluster.disk import sync_folder
 from rlhf.tracking.folder import RunFolder, explain_write
 
 Line = Mapping[str, Any]
@@ -72,7 +73,7 @@ def _keep_lines(path: Path, keep: Callable[[Line], bool]) -> None:
         try:
             if _copy(path, aside, keep):
                 os.replace(aside, path)
-                _sync_folder(path.parent)
+                sync_folder(path.parent)
         finally:
             aside.unlink(missing_ok=True)
 
@@ -94,14 +95,6 @@ def _copy(path: Path, aside: Path, keep: Callable[[Line], bool]) -> bool:
     if torn:
         _log.warning("%s: %d lines that are not whole were left out", path, torn)
     return changed
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, Line | None]]:

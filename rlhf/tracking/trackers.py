@@ -25,8 +25,15 @@ class Tracker(Protocol):
     def start(self, config: Config, folder: RunFolder) -> None:
         """The run begins; the tracker writes to disk inside `folder` only, and no secret."""
 
+    def rewind(self, step: int | None) -> None:
+        """The run goes on after `step`, None for its very beginning: later steps that were logged are done again.
+
+        Comes before the first `log` and whenever roles are started again. The run folder's own files have been cut
+        back by then. What the tracker shows afterwards has each step once.
+        """
+
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """The metrics of a finished step, or of an evaluation after it; steps never decrease."""
+        """The metrics of a finished step, or of an evaluation after it; between rewinds steps never decrease."""
 
     def finish(self, status: RunStatus) -> None:
         """The run has ended; called once, after which nothing else is."""
@@ -45,6 +52,10 @@ class Trackers:
     def start(self, config: Config, folder: RunFolder) -> None:
         """Start each tracker."""
         self._each("start", lambda tracker: tracker.start(config, folder))
+
+    def rewind(self, step: int | None) -> None:
+        """Take each tracker back to the end of `step`, None for the run's very beginning."""
+        self._each("rewind", lambda tracker: tracker.rewind(step))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Hand the metrics of a step, or of an evaluation after it, to each tracker."""

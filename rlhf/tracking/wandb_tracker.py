@@ -3,12 +3,20 @@
 wandb records more than it is given. Its run metadata holds the whole command line (which may carry a secret as an
 override) and the git remote (which may carry a token), so both are switched off. Its service logs to the user's cache
 folder unless told otherwise at start. The API key is in wandb's memory and the service's environment only.
+
+A run that is resumed has the same wandb id. wandb itself never goes back: it ignores a step that isn't above the last
+one. Offline we go back for it: the part that was written before is set aside in `wandb/rewound/`, where `wandb sync`
+doesn't look, and the steps that are kept are written again from the run's own logs. So there is one part to upload, and
+it has every step once. (Several parts with one id overwrite each other when they are uploaded.) Online the server keeps
+what it has: steps that are done again show the values of the first time, and `metrics.jsonl` has those that count.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +34,8 @@ INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 60.0
 # In the run folder; `replace` removes it with everything else.
 RUN_ID = "wandb-run-id"
+# In the run folder's `wandb/`: what was written offline of steps that were done again later.
+REWOUND = "rewound"
 
 
 class WandbTracker:
@@ -36,11 +46,14 @@ class WandbTracker:
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show = show
         self._run: Any = None
+        self._online = False
+        self._logged = False
 
     def start(self, config: Config, folder: RunFolder) -> None:
         """Start the wandb run; `online` falls back to offline without a key or without an answer, and says so."""
         import wandb
 
+        self._config, self._folder = config, folder
         with _service_logs_in(folder.path / "wandb"):
             if config.tracking.wandb.mode == "online":
                 # `verify=False`: the start below finds out whether the key is right. `prompt=False`: a run that
@@ -48,6 +61,7 @@ class WandbTracker:
                 if wandb.login(prompt=False, verify=False):
                     try:
                         self._run = _init("online", config, folder)
+                        self._online = True
                         return
                     except wandb.errors.Error as error:
                         why = f"the server can't be used ({error})"
@@ -59,8 +73,22 @@ class WandbTracker:
             self._run = _init("offline", config, folder)
         self._show(f"wandb: offline in {folder.path / 'wandb'}; `wandb sync` uploads it")
 
+    def rewind(self, step: int | None) -> None:
+        """Offline, begin a part that has the kept steps and no other; online wandb keeps what it has."""
+        if self._online:
+            return
+        if self._logged:
+            self._run.finish(exit_code=1)
+            self._logged = False
+            with _service_logs_in(self._folder.path / "wandb"):
+                self._run = _init("offline", self._config, self._folder)
+        _set_earlier_parts_aside(Path(self._run.dir).parent)
+        for kept, metrics in sorted(_logged_steps(self._folder).items()):
+            self.log(metrics, kept)
+
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """One point of each metric."""
+        self._logged = True
         self._run.log(dict(metrics), step=step)
 
     def finish(self, status: RunStatus) -> None:
@@ -101,6 +129,27 @@ def _run_id(folder: RunFolder) -> str:
     if not file.exists():
         file.write_text(uuid.uuid4().hex, encoding="utf-8")
     return file.read_text(encoding="utf-8").strip()
+
+
+def _set_earlier_parts_aside(current: Path) -> None:
+    """Move what was written offline before `current`, wandb's folder of now, away from where `wandb sync` looks."""
+    aside = current.parent / REWOUND
+    for part in sorted(current.parent.glob("offline-run-*")):
+        if part.name != current.name:
+            aside.mkdir(exist_ok=True)
+            # wandb names a part by the second, so one that begins now may get the name of one that was moved.
+            part.rename(aside / f"{len(list(aside.iterdir())) + 1}-{part.name}")
+
+
+def _logged_steps(folder: RunFolder) -> dict[int, dict[str, float]]:
+    """What the run's own logs hold of each step, evaluations included; null, which was no number, as NaN."""
+    steps: dict[int, dict[str, float]] = defaultdict(dict)
+    for path in (folder.evaluations_jsonl, folder.metrics_jsonl):
+        for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            line = json.loads(text)
+            values = {name: float("nan") if value is None else value for name, value in line.items() if name != "step"}
+            steps[line["step"]] |= values
+    return steps
 
 
 @contextmanager

@@ -53,6 +53,7 @@ class Journal:
         self._close_logs()
         last = _last_line(self.folder.metrics_jsonl)
         rewind(self.folder, step)
+        self._trackers.rewind(step)
         self._open_logs()
         return last
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from pathlib import Path
 
 import pytest
 
+from rlhf.checkpoint import CheckpointStore
 from tests.e2e.command import Command, tiny_config
 
 END_S = 60.0
 ROLES = ("policy", "rollout", "reference", "reward", "recorder")
+# Bytes; less than the policy's shards, more than a log.
+FILE_LIMIT = 500_000
 
 
 WIDE = ("policy.ranks=2", "policy.zero_stage=3", "rollout.engines=2")
@@ -93,3 +97,62 @@ def test_a_killed_driver_leaves_nothing_behind(running: Command) -> None:
     outcome = running.wait(END_S)
     assert outcome.code == -signal.SIGKILL
     assert outcome.left_running() == []
+
+
+def saving(model: Path, folder: Path, on_failed_save: str) -> Command:
+    """A long run that saves every step, after its second checkpoint."""
+    config = tiny_config(model, folder / "runs", "saves")
+    config["checkpoint"] = {"every": 1, "keep": 2, "on_failed_save": on_failed_save}
+    command = Command(config, folder, "run.steps=100000")
+    command.until(lambda: newest(command) >= 2)
+    return command
+
+
+def newest(command: Command) -> int:
+    """The step of the checkpoint that `latest` names, 0 while there is none."""
+    latest = command.folder / "checkpoints" / "latest"
+    return int(latest.read_text().strip().removeprefix("step-")) if latest.exists() else 0
+
+
+def limit_files(command: Command, size: int) -> None:
+    """From now on the policy's process can write no file beyond `size` bytes, as on a disk that is full."""
+    pid = command.find_role("policy")
+    assert pid is not None
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def test_a_save_that_finds_no_room_ends_the_run_and_leaves_the_checkpoint_before(
+    tiny_untied: Path, tmp_path: Path
+) -> None:
+    command = saving(tiny_untied, tmp_path, "raise")
+    limit_files(command, FILE_LIMIT)
+    outcome = command.wait(END_S)
+    assert outcome.code == 1
+    assert "File too large" in outcome.err
+    assert str(outcome.folder / "checkpoints" / ".writing-step-") in outcome.err
+    # Contents are compared with checksums, and nothing was damaged on the way.
+    said: list[str] = []
+    chosen = CheckpointStore(outcome.folder / "checkpoints", keep=2).choose("must", said.append)
+    assert chosen is not None and chosen.step == newest(command) >= 2
+    assert said == []
+    assert list((outcome.folder / "checkpoints").glob(".writing-*")) == []
+    assert outcome.left_running() == []
+
+
+def test_a_run_that_may_go_on_without_saving_says_so_and_saves_again_when_there_is_room(
+    tiny_untied: Path, tmp_path: Path
+) -> None:
+    command = saving(tiny_untied, tmp_path, "continue")
+    limit_files(command, FILE_LIMIT)
+    command.until(lambda: "could not be saved, and the run goes on" in command.output())
+    last, done = newest(command), command.steps_done()
+    command.until(lambda: command.steps_done() >= done + 2)
+    assert newest(command) == last
+    limit_files(command, resource.RLIM_INFINITY)
+    command.until(lambda: newest(command) > last)
+    command.process.send_signal(signal.SIGINT)
+    outcome = command.wait(END_S)
+    assert outcome.code == 130
+    assert "File too large" in outcome.out
+    steps = [line["step"] for line in outcome.metrics()]
+    assert steps == list(range(1, len(steps) + 1))

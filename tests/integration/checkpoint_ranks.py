@@ -1,6 +1,7 @@
 """One rank of learners that save, or that load what others saved: the process behind `test_learner_checkpoint.py`.
 
-`--phase save` trains and saves. `--phase load` runs in fresh processes, of as many ranks and of another number.
+`--phase save` trains and saves. `--phase load` runs in fresh processes, of as many ranks and of another number, and so
+does `--phase begin`, where learners of another run begin from the weights (`checkpoint.init_from`).
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def saved_cases(full: bool) -> list[tuple[Case, int]]:
     return sorted(saved, key=lambda pair: pair[0].stage)
 
 
-def make(arguments: argparse.Namespace, case: Case, offload: str = "none") -> Any:
-    """A learner whose rate falls from 1e-3 at step 2 to 0 at step 6."""
+def make(arguments: argparse.Namespace, case: Case, offload: str = "none", init_from: Path | None = None) -> Any:
+    """A learner whose rate rises to 1e-3 at step 2 and falls to 0 at step 6; it may begin from another's weights."""
     settings: dict[str, Any] = {
         "offload": offload,
         "zero_stage": case.stage,
@@ -92,16 +93,17 @@ def make(arguments: argparse.Namespace, case: Case, offload: str = "none") -> An
         "weight_decay": 0.1,
     }
     models = Path(arguments.models)
-    run = {"deterministic": True, "steps": STEPS}
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"deterministic": True, "steps": STEPS},
+        "checkpoint": {"init_from": None if init_from is None else str(init_from)},
+    }
     if case.role == "critic":
-        settings["model"] = str(models / case.model)
-        config = make_config(
-            models / "untied", case.dtype, algorithm={"advantage": "gae"}, critic=settings, run=run, policy={}
-        )
-        return Rank(arguments, config, CriticLearner).learner
+        sections["algorithm"] = {"advantage": "gae"}
+        sections["critic"] = {**settings, "model": str(models / case.model)}
+        return Rank(arguments, make_config(models / "untied", case.dtype, **sections), CriticLearner).learner
     if case.lora:
         settings["lora"] = {"rank": 4}
-    config = make_config(models / case.model, case.dtype, policy=settings, run=run)
+    config = make_config(models / case.model, case.dtype, policy=settings, **sections)
     return Rank(arguments, config, PolicyLearner).learner
 
 
@@ -123,19 +125,32 @@ def weights(learner: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def float32_weights(learner: Any) -> dict[str, torch.Tensor]:
+    """The optimizer's own weights, whole on every rank."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return {name: safe_get_full_fp32_param(p).clone() for name, p in learner._zero.model.named_parameters()}
+
+
+def raw_state(learner: Any) -> dict[str, torch.Tensor]:
+    """What the optimizer remembers of its steps on this rank, as it holds it: nothing, or zeros, before the first."""
+    states = enumerate(learner._zero._optimizer.state.values())
+    return {f"{index} {key}": value.clone() for index, state in states for key, value in state.items()}
+
+
 def optimizer_state(learner: Any) -> dict[str, torch.Tensor]:
     """Masters, both moments and step counts of what is trained, whole on every rank."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    from deepspeed.utils import safe_get_full_optimizer_state
 
     optimizer = learner.engine.optimizer
     if learner._zero.stage < 3:
         # DeepSpeed makes the views that these functions read at the first step, of the state that there is then.
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
-    found = {}
+    masters = float32_weights(learner)
     trained = [(name, p) for name, p in learner._zero.model.named_parameters() if p.requires_grad]
+    found = {f"{name} master": masters[name] for name, _ in trained}
     for name, parameter in trained:
-        found[f"{name} master"] = safe_get_full_fp32_param(parameter).clone()
         for moment in ("exp_avg", "exp_avg_sq"):
             found[f"{name} {moment}"] = safe_get_full_optimizer_state(parameter, moment).clone()
     for index, state in enumerate(learner._zero._optimizer.state.values()):
@@ -257,7 +272,7 @@ def failure_of(call: Callable[[], Any]) -> str:
     """The message with which a call fails, or "none"."""
     try:
         call()
-    except (LearnerError, OSError) as error:
+    except (LearnerError, OSError, ValueError) as error:
         return str(error)
     return "none"
 
@@ -306,6 +321,33 @@ def check_offloaded(arguments: argparse.Namespace, case: Case) -> dict[str, Any]
     return {**found, "resumed": weights(learner)}
 
 
+def check_begin(arguments: argparse.Namespace, case: Case, saved_world: int) -> dict[str, Any]:
+    """Begin a run from the weights that `saved_world` ranks saved."""
+    found: dict[str, Any] = {}
+    path = path_of(arguments, case, saved_world)
+    before = fingerprints(path)
+    learner = make(arguments, case, init_from=path.parent)
+    found["weights"], found["masters"], found["state"] = weights(learner), float32_weights(learner), raw_state(learner)
+    found["learner"], found["steps"] = learner.state_dict(), learner.engine.global_steps
+    found["state of a new one"] = raw_state(make(arguments, case))
+    learner.dry_run()
+    found["metrics"] = update(learner, 1)
+    found["untouched"] = fingerprints(path) == before
+    return found
+
+
+def check_refusals(arguments: argparse.Namespace) -> dict[str, str]:
+    """Why a run can't begin from checkpoints that don't have the weights of its learner."""
+    policy, critic = Case("policy", 1, "float32", "untied"), Case("critic", 3, "float32", "reward")
+    others = [Case("policy", 2, "float32", model) for model in ("wide", "tied", "llama")]
+    return {
+        f"{learner.name} from {saved.name}": failure_of(
+            lambda learner=learner, saved=saved: make(arguments, learner, path_of(arguments, saved, 2).parent)
+        )
+        for learner, saved in ((critic, policy), (policy, critic), *((other, policy) for other in others))
+    }
+
+
 def fingerprints(folder: Path) -> dict[str, str]:
     """A hash of each file."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -324,19 +366,22 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--models")
     parser.add_argument("--out")
-    parser.add_argument("--phase", choices=("save", "load"))
+    parser.add_argument("--phase", choices=("save", "load", "begin"))
     parser.add_argument("--full", action="store_true")
     arguments = parser.parse_args()
     found: dict[str, Any] = {}
     if arguments.phase == "save":
         found["writing"] = check_writing(arguments, CASES[arguments.world][0])
+    check = {"load": check_load, "begin": check_begin}.get(arguments.phase)
     for case, world in saved_cases(arguments.full):
-        if arguments.phase == "load":
-            found[f"{case.name} on {world}"] = check_load(arguments, case, world)
-            if case.stage == 3 and world == arguments.world:
+        if check is not None:
+            found[f"{case.name} on {world}"] = check(arguments, case, world)
+            if arguments.phase == "load" and case.stage == 3 and world == arguments.world:
                 found[f"{case.name} on {world}, offloaded"] = check_offloaded(arguments, case)
         elif world == arguments.world:
             found[f"{case.name} on {world}"] = check_save(arguments, case)
+    if arguments.phase == "begin":
+        found["refused"] = check_refusals(arguments)
     torch.save(found, Path(arguments.out) / f"{arguments.phase}-{arguments.world}-{arguments.rank}.pt")
 
 

@@ -1,7 +1,7 @@
 """A learner that was saved and loaded is the one that was never interrupted: one rank and two, ZeRO 1, 2 and 3.
 
-Three processes train and save, then three fresh ones load, of the same and of the other number of ranks
-(`checkpoint_ranks.py`); the tests read what they found.
+Three processes train and save, then three fresh ones load, of the same and of the other number of ranks, and three more
+begin a run from the weights (`checkpoint_ranks.py`); the tests read what they found.
 """
 
 from __future__ import annotations
@@ -88,6 +88,15 @@ def run_ranks(folder: Path, phase: str, full: bool) -> dict[tuple[int, int], dic
     }
 
 
+def make_wide_model(folder: Path) -> None:
+    """The tiny model with 192 in the place of 128 hidden units."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    make_tiny_model(folder, with_template=True)
+    config = AutoConfig.from_pretrained(folder, hidden_size=192)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
 class Runs:
     """What all processes found."""
 
@@ -95,9 +104,12 @@ class Runs:
         make_tiny_model(folder / "untied", with_template=True)
         make_tiny_model(folder / "tied", tied=True, with_template=True)
         make_tiny_reward_model(folder / "reward")
+        make_wide_model(folder / "wide")
+        make_tiny_model(folder / "llama", architecture="llama", with_template=True)
         self.folder = folder
         self.saved = run_ranks(folder, "save", full)
         self.loaded = run_ranks(folder, "load", full)
+        self.begun = run_ranks(folder, "begin", full)
 
     def savers(self, saved: Saved) -> list[dict[str, Any]]:
         """What the ranks that saved it found."""
@@ -106,6 +118,10 @@ class Runs:
     def loaders(self, saved: Saved, world: int) -> list[dict[str, Any]]:
         """What the ranks of a learner with `world` of them found that loaded it."""
         return [self.loaded[world, rank][saved.name] for rank in range(world)]
+
+    def beginners(self, saved: Saved, world: int) -> list[dict[str, Any]]:
+        """What the ranks of a learner with `world` of them found that began from its weights."""
+        return [self.begun[world, rank][saved.name] for rank in range(world)]
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +280,70 @@ class TestFormat:
         adapters = 2 * 4 * (2 * 256 + 2 * 192 + 3 * 384)
         # Weights of 2 bytes, masters and two moments of 4 bytes each, and a step count.
         assert found["save"].bytes == adapters * 14 + 4
+
+
+class TestInitialWeights:
+    """A run that begins from another run's checkpoint (`checkpoint.init_from`), on one rank and on two."""
+
+    @every
+    @pytest.mark.parametrize("world", [1, 2])
+    def test_the_weights_are_the_saved_masters(self, runs: Callable[[bool], Runs], saved: Saved, world: int) -> None:
+        expected = masters(runs(saved.full).savers(saved)[0]["saved state"])
+        for found in runs(saved.full).beginners(saved, world):
+            # As when an exported model is loaded: rounded to the run's dtype, and the new masters are those.
+            rounded = {name: value.to(found["weights"][name].dtype) for name, value in expected.items()}
+            assert equal(found["weights"], rounded)
+            assert equal(found["masters"], {name: value.float() for name, value in rounded.items()})
+
+    @every
+    @pytest.mark.parametrize("world", [1, 2])
+    def test_nothing_else_is_taken_over(self, runs: Callable[[bool], Runs], saved: Saved, world: int) -> None:
+        before = runs(saved.full).savers(saved)[0]["saved state"]
+        assert any(value.any() for name, value in before.items() if name.endswith(" exp_avg"))
+        for found in runs(saved.full).beginners(saved, world):
+            assert equal(found["state"], found["state of a new one"])
+            assert not any(value.any() for name, value in found["state"].items() if "exp_avg" in name)
+            assert found["steps"] == found["learner"]["version"] == 0
+
+    @every
+    @pytest.mark.parametrize("world", [1, 2])
+    def test_training_begins_at_step_1(self, runs: Callable[[bool], Runs], saved: Saved, world: int) -> None:
+        for found in runs(saved.full).beginners(saved, world):
+            # Half of the way to 1e-3 at step 2.
+            assert found["metrics"][f"{saved.case.role}/learning_rate"] == pytest.approx(0.5e-3)
+            assert found["metrics"][f"{saved.case.role}/grad_norm"] > 0
+            assert found["untouched"]
+
+    @pytest.mark.parametrize(("world", "rank"), MEMBERS)
+    def test_a_checkpoint_without_that_role_is_named(self, runs: Callable[[bool], Runs], world: int, rank: int) -> None:
+        refused = runs(False).begun[world, rank]["refused"]
+        policy, critic = (
+            runs(False).folder / f"{name}-2" for name in ("policy-1-float32-untied", "critic-3-float32-reward")
+        )
+        assert refused["critic-3-float32-reward from policy-1-float32-untied"] == (
+            f"checkpoint.init_from has no critic ({policy / 'critic'}): that run had none"
+        )
+        assert refused["policy-1-float32-untied from critic-3-float32-reward"] == (
+            f"checkpoint.init_from has no policy ({critic / 'policy'}): that run had none"
+        )
+
+    @pytest.mark.parametrize(
+        ("model", "named"),
+        [
+            ("wide", "lm.lm_head.weight"),
+            # The head would be dropped, and so would the biases that a Llama doesn't have.
+            ("tied", "lm.lm_head.weight"),
+            ("llama", "lm.model.layers.0.self_attn.k_proj.bias"),
+        ],
+    )
+    @pytest.mark.parametrize(("world", "rank"), MEMBERS)
+    def test_weights_of_another_model_are_refused_by_name(
+        self, runs: Callable[[bool], Runs], world: int, rank: int, model: str, named: str
+    ) -> None:
+        message = runs(False).begun[world, rank]["refused"][f"policy-2-float32-{model} from policy-1-float32-untied"]
+        folder = runs(False).folder / "policy-1-float32-untied-2" / "policy"
+        assert message.startswith(f"{folder} is the checkpoint of another model: ")
+        assert named in message
 
 
 class TestWriting:

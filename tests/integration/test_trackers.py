@@ -15,11 +15,14 @@ from typing import Any
 import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
 
 from rlhf.config import Config
 from rlhf.tracking import wandb_tracker
 from rlhf.tracking.folder import RunFolder
+from rlhf.tracking.spans import Span
 from rlhf.tracking.tensorboard_tracker import TensorBoardTracker
+from rlhf.trainers.journal import Journal
 
 API_KEY = "0123456789abcdef" * 3
 OVERRIDE_SECRET = "override-secret-5ea1"
@@ -45,10 +48,46 @@ print("ENVIRONMENT", "WANDB_CACHE_DIR" in os.environ)
 """
 
 
-def make_config(run_dir: Path, mode: str = "offline") -> Config:
+# Steps 1 to 4 with an evaluation after the second, a rewind to step 2, and steps 3 to 5 with ten times the reward; in
+# one process, or a process for each part.
+REWOUND_RUN = """
+import json, sys
+from rlhf.config import Config
+from rlhf.tracking import wandb_tracker
+from rlhf.tracking.folder import RunFolder
+from rlhf.tracking.jsonlines import JsonLinesLog, MetricsLog
+from rlhf.tracking.rewind import rewind
+
+config = Config.model_validate(json.loads(sys.argv[1]))
+folder = RunFolder.open(config.run)
+tracker = wandb_tracker.WandbTracker(print)
+tracker.start(config, folder)
+
+def log(steps, reward):
+    metrics, evaluations = MetricsLog(folder.metrics_jsonl), JsonLinesLog(folder.evaluations_jsonl)
+    for step in steps:
+        if step == 2:
+            evaluations.append({"step": 2, "eval/accuracy": 0.25})
+            tracker.log({"eval/accuracy": 0.25}, 2)
+        line = {"reward/mean": reward * step, "policy/loss": float("nan")}
+        metrics.write(step, line)
+        tracker.log(line, step)
+
+if "first" in sys.argv:
+    tracker.rewind(None)
+    log(range(1, 5), 1.0)
+if "second" in sys.argv:
+    rewind(folder, 2)
+    tracker.rewind(2)
+    log(range(3, 6), 10.0)
+tracker.finish("done")
+"""
+
+
+def make_config(run_dir: Path, mode: str = "offline", if_exists: str = "refuse") -> Config:
     return Config.model_validate(
         {
-            "run": {"name": "try", "dir": run_dir},
+            "run": {"name": "try", "dir": run_dir, "if_exists": if_exists},
             "data": {"prompts": {"source": "reasoning_gym", "task": "chain_sum"}},
             "reward": {"functions": [{"name": "judge.py:score", "options": {"api_key": CONFIG_SECRET}}]},
             "tracking": {"wandb": {"mode": mode}, "tensorboard": True},
@@ -58,13 +97,19 @@ def make_config(run_dir: Path, mode: str = "offline") -> Config:
 
 def wandb_run(tmp_path: Path, mode: str, **environment: str) -> str:
     """Run the tracker with a home and a current folder of its own; returns what it showed."""
+    config = make_config(tmp_path / "runs", mode)
+    shown = run_script(tmp_path, WANDB_RUN, config, f"judge.key={OVERRIDE_SECRET}", **environment)
+    assert "ENVIRONMENT False" in shown
+    return shown
+
+
+def run_script(tmp_path: Path, script: str, config: Config, *arguments: str, **environment: str) -> str:
     for name in ("home", "cwd", "runs"):
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(exist_ok=True)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     clean |= {"HOME": str(tmp_path / "home"), **environment}
-    config = make_config(tmp_path / "runs", mode).model_dump_json()
     done = subprocess.run(
-        [sys.executable, "-c", WANDB_RUN, config, f"judge.key={OVERRIDE_SECRET}"],
+        [sys.executable, "-c", script, config.model_dump_json(), *arguments],
         cwd=tmp_path / "cwd",
         env=clean,
         capture_output=True,
@@ -72,7 +117,6 @@ def wandb_run(tmp_path: Path, mode: str, **environment: str) -> str:
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "ENVIRONMENT False" in done.stdout
     return done.stdout
 
 
@@ -172,6 +216,7 @@ def test_tensorboard_events_read_back(tmp_path: Path) -> None:
     folder = RunFolder.open(config.run)
     tracker = TensorBoardTracker()
     tracker.start(config, folder)
+    tracker.rewind(None)
     tracker.log({"reward/mean": 0.5, "rollout/tokens": 640, "policy/loss": float("nan")}, 1)
     tracker.log({"reward/mean": 0.75}, 2)
     # Before `finish`: a run that is killed leaves the steps that it logged.
@@ -184,6 +229,80 @@ def test_tensorboard_events_read_back(tmp_path: Path) -> None:
     assert CONFIG_SECRET not in text
     tracker.finish("done")
     assert [path.parent for path in files_below(folder.path) if "tfevents" in path.name] == [folder.tensorboard]
+
+
+def rewound(folder: RunFolder, attempts: list[tuple[int | None, range, float]], *, same_process: bool) -> None:
+    """Log reward x step for each attempt, which goes on after a step, with one tracker or with one for each."""
+    config = make_config(folder.path.parent)
+    tracker = TensorBoardTracker()
+    tracker.start(config, folder)
+    for number, (after, steps, reward) in enumerate(attempts):
+        if number and not same_process:
+            # It was killed: nothing was finished.
+            tracker = TensorBoardTracker()
+            tracker.start(config, folder)
+        tracker.rewind(after)
+        for step in steps:
+            tracker.log({"reward/mean": reward * step}, step)
+
+
+def shown_by_tensorboard(folder: RunFolder, tag: str) -> list[tuple[int, Any]]:
+    """Step and value of each point, read as TensorBoard's own server does, where a scalar is a tensor as well."""
+    events = PluginEventAccumulator(str(folder.tensorboard)).Reload()
+    return [(event.step, event.tensor_proto) for event in events.Tensors(tag)]
+
+
+@pytest.mark.parametrize("same_process", [True, False])
+def test_tensorboard_shows_each_step_once_after_a_rewind(tmp_path: Path, same_process: bool) -> None:
+    folder = RunFolder(tmp_path / "try")
+    rewound(folder, [(None, range(5), 1.0), (2, range(3, 6), 10.0)], same_process=same_process)
+    # Steps 3 and 4 of the first attempt are gone.
+    expected = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0), (5, 50.0)]
+    assert [(step, tensor.float_val[0]) for step, tensor in shown_by_tensorboard(folder, "reward/mean")] == expected
+    # The configuration of the start, and that of step 3 and later.
+    assert [step for step, _ in shown_by_tensorboard(folder, "config/text_summary")] == [0, 3]
+
+
+def test_a_journal_that_is_rewound_takes_its_trackers_along(tmp_path: Path) -> None:
+    config = make_config(tmp_path, mode="disabled")
+    with Journal.open(config) as journal:
+        for after, steps in ((None, (1, 2, 3)), (1, (2,))):
+            journal.rewind(after)
+            for step in steps:
+                spans = [Span("step", "driver", step, step, step + 1.0, f"s{step}", None)]
+                journal.step(step, {"reward/mean": 10.0 * len(steps) + step}, spans)
+    shown = shown_by_tensorboard(RunFolder(tmp_path / "try"), "reward/mean")
+    # Of the first attempt, with three steps, step 1 is kept; the second had one.
+    assert [(step, tensor.float_val[0]) for step, tensor in shown] == [(1, 31.0), (2, 12.0)]
+
+
+def test_tensorboard_forgets_an_attempt_that_begins_anew(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "try")
+    rewound(folder, [(None, range(3), 1.0), (None, range(2), 10.0)], same_process=False)
+    shown = shown_by_tensorboard(folder, "reward/mean")
+    assert [(step, tensor.float_val[0]) for step, tensor in shown] == [(0, 0.0), (1, 10.0)]
+    assert [step for step, _ in shown_by_tensorboard(folder, "config/text_summary")] == [0]
+
+
+@pytest.mark.parametrize("parts", [["first second"], ["first", "second"]], ids=["one process", "two processes"])
+def test_wandb_offline_has_each_step_once_after_a_rewind(tmp_path: Path, parts: list[str]) -> None:
+    config = make_config(tmp_path / "runs", if_exists="resume")
+    folder = RunFolder(tmp_path / "runs" / "try")
+    ids = set()
+    for part in parts:
+        run_script(tmp_path, REWOUND_RUN, config, *part.split())
+        ids.add((folder.path / wandb_tracker.RUN_ID).read_text())
+    assert len(ids) == 1
+    # The one part that `wandb sync` finds; the steps before the rewind were written again.
+    assert [path.stem for path in folder.path.glob("wandb/offline-run-*/*.wandb")] == [f"run-{ids.pop()}"]
+    history, _ = logged_offline(folder.path)
+    assert history["_step"] == [1, 2, 3, 4, 5]
+    assert history["reward/mean"] == [1.0, 2.0, 30.0, 40.0, 50.0]
+    assert history["eval/accuracy"] == [0.25]
+    assert all(value is None or math.isnan(float(value)) for value in history["policy/loss"])
+    # What was logged of the steps that were done again is set aside, and not lost.
+    (aside,) = (folder.path / "wandb" / wandb_tracker.REWOUND).iterdir()
+    assert [path.suffix for path in aside.glob("*.wandb")] == [".wandb"]
 
 
 def test_trackers_import_neither_their_packages_nor_torch_until_they_start() -> None:

@@ -40,8 +40,13 @@ def stubborn(samples):
             pass
     return [1.0] * len(samples)
 
+def count(samples):
+    with open(samples[0].fields["calls"], "a") as file:
+        file.write(".")
+
 def leave(samples):
     if any(s.response == "bad" for s in samples):
+        count(samples)
         os._exit(3)
     return [1.0] * len(samples)
 
@@ -49,7 +54,17 @@ def sys_exit(samples):
     raise SystemExit("bye")
 
 def killed(samples):
+    count(samples)
     os.kill(os.getpid(), signal.SIGKILL)
+
+def waits_for_a_kill(samples):
+    file = samples[0].fields["file"]
+    if os.path.exists(file):
+        return [float(s.response) for s in samples]
+    with open(file + ".new", "w") as new:
+        new.write(str(os.getpid()))
+    os.rename(file + ".new", file)
+    time.sleep(3600)
 
 def fork_and_hang(samples):
     if os.fork() == 0:
@@ -163,19 +178,41 @@ def is_in_group(process: psutil.Process, process_group: int) -> bool:
     return False
 
 
-async def test_a_function_that_ends_its_process_is_an_error_that_says_how(make: Make) -> None:
+async def test_a_function_that_ends_its_process_is_an_error_that_says_how(make: Make, tmp_path: Path) -> None:
     pool = make("leave", on_error="drop")
-    (score,) = await pool.score(group("bad"), prompt_id="p1")
+    calls = tmp_path / "calls"
+    (score,) = await pool.score(group("bad", calls=str(calls)), prompt_id="p1")
     assert score.error is not None
     assert "ended its worker process, which exited with code 3" in score.error
+    assert calls.read_text() == "."
     assert rewards(await pool.score(group("good"), prompt_id="p2")) == [1.0]
 
 
-async def test_a_worker_killed_in_a_call_is_an_error_that_names_the_signal(make: Make) -> None:
+def kill_what_writes(file: Path) -> None:
+    """Wait for a file with a pid in it, and kill that process."""
+    while not file.exists():
+        time.sleep(0.02)
+    os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+async def test_a_worker_killed_from_outside_costs_no_reward(make: Make, tmp_path: Path) -> None:
+    pool = make("waits_for_a_kill", timeout_s=3600)
+    file = tmp_path / "pid"
+    call = asyncio.ensure_future(pool.score(group("5", "7", file=str(file)), prompt_id="p1"))
+    await asyncio.to_thread(kill_what_writes, file)
+    assert rewards(await call) == [5.0, 7.0]
+
+
+async def test_a_function_that_kills_its_worker_again_is_an_error_that_names_the_signal(
+    make: Make, tmp_path: Path
+) -> None:
     pool = make("killed", on_error="drop")
-    (score,) = await pool.score(group("x"), prompt_id="p1")
+    calls = tmp_path / "calls"
+    (score,) = await pool.score(group("x", calls=str(calls)), prompt_id="p1")
     assert score.error is not None
     assert "was killed by SIGKILL" in score.error
+    assert score.error.endswith("when its call was made once more")
+    assert calls.read_text() == ".."
 
 
 async def test_a_worker_killed_between_calls_is_replaced_without_an_error(make: Make) -> None:

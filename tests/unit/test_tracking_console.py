@@ -67,6 +67,33 @@ done: 3 of 3 steps in 15s
     )
 
 
+def test_steps_that_are_done_again_count_once_and_their_time_twice(config: Config, folder: RunFolder) -> None:
+    stream = io.StringIO()
+    tracker = ConsoleTracker(stream)
+    tracker.start(config, folder)
+    tracker.rewind(None)
+    for step in (1, 2):
+        tracker.log(STEP, step)
+    tracker.rewind(1)
+    for step in (2, 3):
+        tracker.log({**STEP, "reward/mean": 0.5}, step)
+    tracker.finish("done")
+    # Four steps of 4 s were made; step 2 counts once.
+    assert "done: 3 of 3 steps in 16s" in stream.getvalue()
+    assert "reward  0.250 at step 1, 0.500 at step 3" in stream.getvalue()
+
+
+def test_a_reward_of_a_step_that_was_done_again_is_not_the_first(config: Config, folder: RunFolder) -> None:
+    stream = io.StringIO()
+    tracker = ConsoleTracker(stream)
+    tracker.start(config, folder)
+    tracker.log(STEP, 1)
+    tracker.rewind(None)
+    tracker.log({**STEP, "reward/mean": 0.5}, 1)
+    tracker.finish("failed")
+    assert "reward  0.500 at step 1, 0.500 at step 1" in stream.getvalue()
+
+
 def test_evaluation_is_not_a_step(config: Config, folder: RunFolder) -> None:
     stream = io.StringIO()
     tracker = ConsoleTracker(stream)
@@ -156,6 +183,9 @@ class Recording:
     def start(self, config: Config, folder: RunFolder) -> None:
         self._call("start")
 
+    def rewind(self, step: int | None) -> None:
+        self._call("rewind", step)
+
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._call("log", step)
 
@@ -163,17 +193,18 @@ class Recording:
         self._call("finish", status)
 
 
-@pytest.mark.parametrize("where", ["start", "log", "finish"])
+@pytest.mark.parametrize("where", ["start", "rewind", "log", "finish"])
 def test_failing_tracker_is_reported_once_and_the_others_go_on(config: Config, folder: RunFolder, where: str) -> None:
     shown: list[str] = []
     bad, good = Recording("bad", fails_in=where), Recording("good")
     trackers = Trackers([bad, good], shown.append)
     trackers.start(config, folder)
+    trackers.rewind(0)
     for step in (1, 2):
         trackers.log({}, step)
     trackers.finish("done")
     trackers.finish("failed")
-    assert good.calls == [("start",), ("log", 1), ("log", 2), ("finish", "done")]
+    assert good.calls == [("start",), ("rewind", 0), ("log", 1), ("log", 2), ("finish", "done")]
     assert bad.calls[-1][0] == where and [call[0] for call in bad.calls].count(where) == 1
     assert shown == [f"tracker bad failed in {where} and is off from now on: ConnectionError: no route to host"]
 
