@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests.integration.checkpoint_ranks import CASES, KL_COEFFICIENT, Case, draws, saved_cases, seed_streams
+from tests.integration.test_learner import relative
 from tests.tiny import make_tiny_model, make_tiny_reward_model
 
 DEADLINE_S = 300
@@ -149,7 +150,8 @@ class TestResume:
             found = runs(saved.full).loaded[saved.world, rank][f"{saved.name}, offloaded"]
             assert equal(found["weights"], before["saved weights"])
             assert equal(found["state"], before["saved state"])
-            assert equal(found["resumed"], before["uninterrupted"])
+            # The gradient's norm, by which it is clipped, is summed up in another order: 4e-8 of a tensor's norm.
+            assert relative(found["resumed"], before["uninterrupted"]) < 1e-6
 
     @every
     def test_a_save_leaves_training_as_it_is(self, runs: Callable[[bool], Runs], saved: Saved) -> None:
