@@ -17,12 +17,15 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import resource
 import shutil
+import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from math import ceil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +54,8 @@ def find_tests() -> dict[str, list[str]]:
 
 
 TESTS = find_tests()
-# A mutant that takes this many times as long as the tests do without one hangs: it is killed and counts as noticed.
+# A mutant that takes this many times the processor time that the tests take without one hangs: it is killed and counts
+# as noticed. By the clock, any mutant could seem to hang on a machine that has other work.
 PATIENCE = 10
 
 
@@ -224,12 +228,21 @@ def compiles(source: str) -> bool:
     return True
 
 
-def run_tests(copy: Path, file: str, limit_s: float | None) -> tuple[bool, float]:
-    """Run a file's tests in a fork; whether all passed, and how long it took. Beyond `limit_s` they count as failed."""
+class Outcome(Enum):
+    """What the tests say of a mutant."""
+
+    PASSED = "SURVIVED"
+    FAILED = "killed"
+    HUNG = "killed, hangs"
+
+
+def run_tests(file: str, limit_s: int | None) -> tuple[Outcome, float]:
+    """Run a file's tests in a fork that has `limit_s` seconds of processor time; the outcome, and how many it took."""
     names = [f"tests/unit/test_{name if '::' in name else name + '.py'}" for name in TESTS[file]]
-    started = time.monotonic()
     child = os.fork()
     if child == 0:
+        if limit_s is not None:
+            resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 1))
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
@@ -237,16 +250,12 @@ def run_tests(copy: Path, file: str, limit_s: float | None) -> tuple[bool, float
 
         options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=mutants"]
         os._exit(int(pytest.main([*options, *names])))
-    while True:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        took = time.monotonic() - started
-        if pid:
-            return os.waitstatus_to_exitcode(status) == 0, took
-        if limit_s is not None and took > limit_s:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-            return False, took
-        time.sleep(0.02)
+    _, status, used = os.wait4(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0 and code != -signal.SIGXCPU:
+        raise SystemExit(f"the tests of {file} were ended by signal {-code}, which says nothing of the mutant")
+    outcome = Outcome.PASSED if code == 0 else Outcome.HUNG if code < 0 else Outcome.FAILED
+    return outcome, used.ru_utime + used.ru_stime
 
 
 def enter_copy(copy: Path) -> None:
@@ -269,8 +278,11 @@ def enter_copy(copy: Path) -> None:
     import rlhf.trajectories
 
     torch.set_num_threads(1)
-    # The same examples for every mutant, and for speed fewer than the tests take by themselves.
-    hypothesis.settings.register_profile("mutants", max_examples=20, derandomize=True, deadline=None, database=None)
+    # The same examples for every mutant, for speed fewer than the tests take by themselves, and none is shrunk.
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile(
+        "mutants", max_examples=20, derandomize=True, deadline=None, database=None, phases=phases
+    )
     loaded = (hypothesis, numpy, pytest, rlhf.config.schema, rlhf.trajectories)
     assert all(loaded) and Path(rlhf.__file__ or "").is_relative_to(copy)
     for name in [name for name in sys.modules if name.startswith(("rlhf.algorithms", "rlhf.batching"))]:
@@ -278,29 +290,28 @@ def enter_copy(copy: Path) -> None:
 
 
 def try_all(wanted: Sequence[Mutant]) -> list[Mutant]:
-    """Try each; print its fate; return the survivors."""
+    """Try each; print what became of it; return the survivors."""
     survivors = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder).resolve()
         enter_copy(copy)
-        limits: dict[str, float] = {}
+        limits: dict[str, int] = {}
         for number, mutant in enumerate(wanted, 1):
             path = copy / "rlhf" / mutant.file
             source = path.read_text()
             if mutant.file not in limits:
-                passed, took = run_tests(copy, mutant.file, None)
-                if not passed:
+                outcome, took = run_tests(mutant.file, None)
+                if outcome is not Outcome.PASSED:
                     raise SystemExit(
                         f"the tests of {mutant.file} fail without a mutant: {', '.join(TESTS[mutant.file])}"
                     )
-                limits[mutant.file] = PATIENCE * took
+                limits[mutant.file] = ceil(PATIENCE * took)
             path.write_text(apply(source, mutant))
-            passed, _ = run_tests(copy, mutant.file, limits[mutant.file])
+            outcome, _ = run_tests(mutant.file, limits[mutant.file])
             path.write_text(source)
-            fate = "killed"
-            if passed:
+            if outcome is Outcome.PASSED:
                 survivors.append(mutant)
-                fate = "equivalent" if mutant.key in EQUIVALENT else "SURVIVED"
+            fate = "equivalent" if outcome is Outcome.PASSED and mutant.key in EQUIVALENT else outcome.value
             print(f"{number}/{len(wanted)} {fate}: {mutant.kind}, line {mutant.line}: {mutant.key}", flush=True)
     return survivors
 

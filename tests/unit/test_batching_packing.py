@@ -38,7 +38,8 @@ def batches(draw: st.DrawFn) -> Batch:
         for number, prompt in enumerate(prompts)
         for sample in group(number, prompt, *draw(st.lists(st.integers(0, 40), min_size=1, max_size=6)))
     ]
-    return samples, draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 100))
+    # Few ranks and minibatches, so that a rank has several groups to lay into rows.
+    return samples, draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 100))
 
 
 def made(batch: Batch) -> Plan:
@@ -213,6 +214,12 @@ def test_small_groups_fill_a_micro_batch_beside_large_ones() -> None:
     assert ids_by_rank(plan_packed(samples, 1, 1, 10, TOKENS)) == [[("0-0", "3-0"), ("2-0", "1-0")]]
 
 
+def test_each_group_in_a_micro_batch_takes_room_from_the_next() -> None:
+    samples = [*group(0, 0, 6), *group(1, 0, 3), *group(2, 0, 3)]
+    # 6 + 3 leave 1 of 10.
+    assert ids_by_rank(plan_packed(samples, 1, 1, 10, TOKENS)) == [[("0-0", "1-0"), ("2-0",)]]
+
+
 def test_longer_sample_stands_alone_even_beside_an_empty_response() -> None:
     plan = plan_packed(group(0, 5, 9, 0), 1, 1, 10, TOKENS)
     assert ids_by_rank(plan) == [[("0-0",), ("0-1",)]]
@@ -288,6 +295,9 @@ def test_exchange_is_with_the_sample_that_evens_out_most(tokens: list[int], expe
         ([*group(0, 0, 5, 4), *group(1, 3, 3), *group(2, 4, 3)], [11, 11]),
         # 1 + 10 + 4 = 15 and (2 + 7) + (2 + 1): the 4 brings a second prompt of 1, the 1 its own of 2.
         ([*group(0, 2, 1), *group(1, 1, 10, 4), *group(2, 2, 7)], [14, 14]),
+        # 4 + 10 + 7 = 21 and 5 + 4 + (1 + 3) = 13: 7 for 1 + 3 makes 4 + 10 + (1 + 3) = 18 and 5 + 4 + (4 + 7) = 20,
+        # and then the 3 goes back for the 5 with its prompt, as it is alone of its group there too.
+        ([*group(0, 4, 7, 10), *group(1, 1, 3), *group(2, 0, 5, 4)], [19, 19]),
     ],
 )
 def test_prompt_goes_with_the_last_sample_of_its_group(samples: list[SampleLength], expected: list[int]) -> None:
@@ -314,6 +324,15 @@ def test_missing_micro_batches_are_made_between_groups() -> None:
     assert ids_by_rank(plan_packed(samples, 2, 1, 10, TOKENS, tolerance=1.0)) == [
         [("0-0",), ("3-0",)],
         [("1-0",), ("2-0",)],
+    ]
+
+
+def test_micro_batch_with_the_most_groups_is_divided_and_the_next_one_stays() -> None:
+    samples = [sample_of(str(i), i, 0, tokens) for i, tokens in enumerate([8, 6, 6, 6, 5, 2])]
+    # 8 + 2 and 6 on the first rank; 6, 6 and 5 on the other, of which no two fit into one of 10.
+    assert ids_by_rank(plan_packed(samples, 2, 1, 10, TOKENS, tolerance=1.0)) == [
+        [("0",), ("3",), ("5",)],
+        [("1",), ("2",), ("4",)],
     ]
 
 
@@ -368,7 +387,10 @@ def test_prompts_of_different_lengths_in_a_group_are_refused() -> None:
         plan_packed([sample_of("a", 7, 2, 1), sample_of("b", 7, 3, 1)], 1, 1, 10, TOKENS)
 
 
-@pytest.mark.parametrize(("ranks", "minibatches", "max_tokens"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_counts_below_one_are_refused(ranks: int, minibatches: int, max_tokens: int) -> None:
-    with pytest.raises(ValueError, match="has to be at least 1"):
+@pytest.mark.parametrize(
+    ("ranks", "minibatches", "max_tokens", "named"),
+    [(0, 1, 1, "ranks"), (1, 0, 1, "minibatches"), (1, 1, 0, "max_tokens")],
+)
+def test_count_below_one_is_refused_by_name(ranks: int, minibatches: int, max_tokens: int, named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named} is 0: it has to be at least 1"):
         plan_packed([], ranks, minibatches, max_tokens, TOKENS)

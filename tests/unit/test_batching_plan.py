@@ -142,7 +142,10 @@ def test_a_sample_without_tokens_is_refused_by_name() -> None:
         plan([SampleLength("a", 0, 1), SampleLength("b", 0, 0)], 1, 1, 10)
 
 
-@pytest.mark.parametrize(("ranks", "minibatches", "max_tokens"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_counts_below_one_are_refused(ranks: int, minibatches: int, max_tokens: int) -> None:
-    with pytest.raises(ValueError, match="has to be at least 1"):
+@pytest.mark.parametrize(
+    ("ranks", "minibatches", "max_tokens", "named"),
+    [(0, 1, 1, "ranks"), (1, 0, 1, "minibatches"), (1, 1, 0, "max_tokens")],
+)
+def test_count_below_one_is_refused_by_name(ranks: int, minibatches: int, max_tokens: int, named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named} is 0: it has to be at least 1"):
         plan([], ranks, minibatches, max_tokens)

@@ -11,6 +11,12 @@ from rlhf.batching import LearnerSample, fetch_columns, fetch_scores, samples
 from rlhf.trajectories import Columns
 
 
+@pytest.fixture(autouse=True)
+def data_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data that is here already needs no call to Ray, which would start a cluster."""
+    monkeypatch.setattr(samples, "get", lambda references, **_: pytest.fail(f"waits for {references}"))
+
+
 def sample(sample_id: str = "0-0", **changes: object) -> LearnerSample:
     columns = Columns.from_completion((5, 76), [84, 7, 2], [-1.0, -2.0, -3.0], 0)
     return replace(LearnerSample(sample_id, 0, 5, 2, columns), **changes)  # type: ignore[arg-type]
