@@ -140,7 +140,7 @@ def _fitting_parts(group: Sequence[SampleLength], max_tokens: int) -> list[list[
         if fits is None:
             parts.append([sample])
             # Below zero where the sample is alone longer than a micro-batch: nothing joins it.
-            room.append(max_tokens - sample.tokens if sample.tokens <= max_tokens else -1)
+            room.append(max_tokens - sample.tokens)
         else:
             parts[fits].append(sample)
             room[fits] -= sample.response_tokens
@@ -285,16 +285,13 @@ def _cut(share: Sequence[SampleLength], max_tokens: int) -> list[list[SampleLeng
 
 
 def _stretch(rows: Sequence[list[SampleLength]], count: int) -> list[list[SampleLength]]:
-    """Make `count` micro-batches of fewer: divide those with the most groups, and add empty ones when all have one.
+    """Make `count` micro-batches of fewer: divide those with the most groups; of a single one that gives an empty one.
 
     A group is not divided for it, since that would cost a prompt and an empty micro-batch costs nothing.
     """
-    stretched = [by_group(row) for row in rows]
+    stretched = [by_group(row) for row in rows] or [[]]
     while len(stretched) < count:
-        most = max(range(len(stretched)), key=lambda i: len(stretched[i]), default=None)
-        if most is None or len(stretched[most]) < 2:
-            stretched.append([])
-            continue
+        most = max(range(len(stretched)), key=lambda i: len(stretched[i]))
         groups = stretched[most]
         stretched[most : most + 1] = [groups[: len(groups) // 2], groups[len(groups) // 2 :]]
     return [[sample for group in groups for sample in group] for groups in stretched]
