@@ -10,34 +10,74 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
+from rlhf.config.fields import (
+    FiniteFloat,
+    Fraction,
+    Integer,
+    NonEmptyText,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    ZeroStage,
+)
+from rlhf.config.schema_algorithm import (
+    AlgorithmConfig,
+    ClipConfig,
+    CorrectionConfig,
+    DppoConfig,
+    KLConfig,
+    SapoConfig,
+)
+from rlhf.config.schema_learners import (
+    CriticConfig,
+    LearnerConfig,
+    LoraConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+)
 
-def _not_a_boolean(value: Any) -> Any:
-    """Refuse true and false where a number belongs: pydantic alone would take them for 1 and 0."""
-    if isinstance(value, bool):
-        raise PydanticCustomError("boolean", "Input should be a number, not true or false")
-    return value
-
-
-_Number = BeforeValidator(_not_a_boolean)
-Integer = Annotated[int, _Number]
-PositiveInt = Annotated[int, Field(ge=1), _Number]
-NonNegativeInt = Annotated[int, Field(ge=0), _Number]
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False), _Number]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), _Number]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), _Number]
-Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), _Number]
-ZeroStage = Annotated[Literal[1, 2, 3], _Number]
-NonEmptyText = Annotated[str, Field(min_length=1)]
-ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-
-
-class Section(BaseModel):
-    """Base of every section: immutable, and an unknown key is an error (invariant 11)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+__all__ = [
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "ClipConfig",
+    "Config",
+    "CorrectionConfig",
+    "CriticConfig",
+    "DataConfig",
+    "DppoConfig",
+    "DynamicSamplingConfig",
+    "EvaluationConfig",
+    "FaultToleranceConfig",
+    "JsonlPrompts",
+    "KLConfig",
+    "KeepBestConfig",
+    "LearnerConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OverGenerationConfig",
+    "PlacementConfig",
+    "PolicyConfig",
+    "ReasoningGymPrompts",
+    "ReferenceConfig",
+    "RewardConfig",
+    "RewardFunctionConfig",
+    "RewardModelConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "SapoConfig",
+    "Section",
+    "ShapingConfig",
+    "TrackingConfig",
+    "WandbConfig",
+    "WeightsConfig",
+    "ZeroStage",
+]
 
 
 class RunConfig(Section):
@@ -210,248 +250,6 @@ class RolloutConfig(Section):
         default=0.85, description="Share of a GPU's memory that an engine may use."
     )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
-
-
-class ClipConfig(Section):
-    """The trust region of the clipped losses: the ratio is clipped to [1 - low, 1 + high]."""
-
-    low: NonNegativeFloat = Field(default=0.2, description="How far the ratio may fall below 1.")
-    high: NonNegativeFloat = Field(default=0.2, description="How far the ratio may rise above 1.")
-    dual: Annotated[float, Field(gt=1, allow_inf_nan=False), _Number] | None = Field(
-        default=None,
-        description="Dual clip: for negative advantages the loss counts at most this multiple of the advantage; 3 is "
-        "common. Off when absent.",
-    )
-
-
-class SapoConfig(Section):
-    """Temperatures of the soft gate of SAPO: the higher, the faster the gradient fades as the ratio leaves 1."""
-
-    positive: PositiveFloat = Field(default=1.0, description="For positive advantages.")
-    negative: PositiveFloat = Field(default=1.05, description="For negative advantages.")
-
-
-class DppoConfig(Section):
-    """The trust region of DPPO, on the divergence of the two policies instead of their ratio."""
-
-    divergence: Literal["tv", "kl"] = Field(
-        default="tv", description="Total variation or KL, of the sampled token against all others (binary)."
-    )
-    threshold: PositiveFloat = Field(
-        default=0.15, description="Divergence beyond which a token that moves further away is left out."
-    )
-
-
-class KLConfig(Section):
-    """KL divergence from the reference model."""
-
-    where: Literal["none", "reward", "loss"] = Field(
-        default="none", description="Subtract KL from the reward of each token, add it to the loss, or neither."
-    )
-    estimator: Literal["k1", "k2", "k3", "abs"] = Field(
-        default="k3", description="Estimator, by Schulman's names; `abs` is the absolute log-ratio."
-    )
-    coefficient: NonNegativeFloat = Field(
-        default=0.0, description="Factor of the KL term; where it starts if adaptive."
-    )
-    unbiased: bool = Field(
-        default=False,
-        description="In the loss: weight the estimate with the ratio to the sampling policy, which makes the gradient "
-        "that of the KL itself.",
-    )
-    controller: Literal["fixed", "adaptive"] = Field(
-        default="fixed", description="adaptive: the coefficient follows the measured KL towards `target`."
-    )
-    target: PositiveFloat = Field(default=0.1, description="KL that the adaptive controller aims at, nats per token.")
-    horizon: PositiveFloat = Field(
-        default=10000, description="Samples over which the adaptive controller corrects its error; larger is slower."
-    )
-
-
-class CorrectionConfig(Section):
-    """Weights for samples whose engine did not sample from quite the policy that is trained.
-
-    The ratio is that of the trainer's log-probs before the first update to the engine's, of the same tokens.
-    """
-
-    method: Literal[
-        "none",
-        "token_truncate",
-        "token_mask",
-        "sequence_truncate",
-        "sequence_mask",
-        "geometric_mask",
-        "decoupled",
-    ] = Field(
-        default="token_truncate",
-        description="token_truncate: the token's ratio, at most `high` (TIS). token_mask: the ratio, and 0 outside "
-        "[low, high] (IcePop). sequence_truncate, sequence_mask: the same with the product over the response. "
-        "geometric_mask: 1 where the geometric mean over the response is within [low, high], else 0. decoupled: "
-        "decoupled PPO, the ratio, and 0 above `high`.",
-    )
-    low: NonNegativeFloat = Field(default=0.5, description="Lower bound of the masking methods.")
-    high: PositiveFloat = Field(default=2.0, description="Upper bound.")
-
-
-class AlgorithmConfig(Section):
-    """Which advantage, loss and aggregation."""
-
-    advantage: NonEmptyText = Field(
-        default="grpo",
-        description="Advantage estimator: `gae`, `grpo`, `dr_grpo`, `rloo`, `reinforce`, `reinforce_plus_plus`, "
-        "`reinforce_plus_plus_baseline`, `remax`, `opo`, `maxrl`, a registered name, or `module:function`.",
-    )
-    normalize: Literal["group", "batch", "none"] = Field(
-        default="group", description="What grpo divides by: standard deviation of the group, of the batch, or nothing."
-    )
-    gamma: Fraction = Field(default=1.0, description="Discount per token, for estimators with returns per token.")
-    gae_lambda: Fraction = Field(default=0.95, description="Lambda of gae.")
-    whiten: bool = Field(
-        default=True, description="gae: scale the batch's advantages to mean 0 and standard deviation 1."
-    )
-    loss: NonEmptyText = Field(
-        default="ppo",
-        description="Policy loss: `ppo`, `gspo`, `cispo`, `sapo`, `reinforce`, `dppo`, a registered name, or "
-        "`module:function`.",
-    )
-    clip: ClipConfig = Field(default_factory=ClipConfig)
-    sapo: SapoConfig = Field(default_factory=SapoConfig)
-    dppo: DppoConfig = Field(default_factory=DppoConfig)
-    aggregation: Literal["token_mean", "sequence_mean", "sequence_mean_token_mean", "constant"] = Field(
-        default="token_mean",
-        description="How per-token losses become one number; one global denominator per optimizer step.",
-    )
-    kl: KLConfig = Field(default_factory=KLConfig)
-    correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
-    old_logprobs: Literal["auto", "recompute", "engine"] = Field(
-        default="auto",
-        description="Log-probs that ratios start from: the trainer's own, recomputed before the first update (auto "
-        "leaves the pass out where the only update of a batch makes the ratio 1), or the engine's.",
-    )
-    entropy_coefficient: NonNegativeFloat = Field(
-        default=0.0, description="Factor of the entropy bonus, over the full distribution at the temperature."
-    )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="Settings for advantage estimators and losses of your own."
-    )
-
-
-class LearnerConfig(Section):
-    """What every learner has: ranks, optimizer, and how a batch is cut."""
-
-    ranks: PositiveInt = Field(default=1, description="Ranks, one device each.")
-    sequence_parallel: PositiveInt = Field(
-        default=1,
-        description="Ranks that share each packed row, for long sequences (Ulysses): each computes a piece of its "
-        "tokens, and in attention some of the heads. It divides `ranks` and the model's heads and KV heads.",
-    )
-    zero_stage: ZeroStage = Field(default=2, description="DeepSpeed ZeRO stage.")
-    learning_rate: NonNegativeFloat = Field(
-        default=1.0e-5, description="Peak learning rate of AdamW; 0 trains nothing and serves as a control."
-    )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Learning rate after warm-up; linear and cosine fall to 0 at the last step."
-    )
-    warmup_steps: NonNegativeInt = Field(default=0, description="Steps of linear warm-up from 0.")
-    weight_decay: NonNegativeFloat = Field(default=0.0, description="Decoupled weight decay of AdamW.")
-    max_grad_norm: PositiveFloat = Field(default=1.0, description="Gradients are scaled down to this global norm.")
-    epochs: PositiveInt = Field(default=1, description="Passes over each batch.")
-    minibatches: PositiveInt = Field(
-        default=1, description="Optimizer updates per pass; whole groups stay together where they can."
-    )
-    max_tokens_per_microbatch: PositiveInt = Field(
-        default=2048,
-        description="Cap on the tokens of one micro-batch, a prompt counted once for its samples in it.",
-    )
-    longer_sequences: Literal["alone", "refuse"] = Field(
-        default="alone",
-        description="A sequence that is longer than the cap: alone in a micro-batch, or refused, which makes the cap a "
-        "hard one.",
-    )
-    activation_checkpointing: bool = Field(
-        default=False,
-        description="Keep only the inputs of layers and compute the rest again in the backward pass: a third more "
-        "operations, for a fraction of the activations.",
-    )
-    offload: Literal["none", "optimizer", "optimizer_and_parameters"] = Field(
-        default="none",
-        description="What of a rank's share lies in the host's memory and not on its device: nothing, optimizer state "
-        "and gradients, or the weights as well. The optimizer's step is then the CPU's. For ZeRO stage 3; on CPU it is "
-        "the same memory.",
-    )
-    deadline_s: PositiveFloat = Field(
-        default=1800, description="Deadline of one update, and of loading the model, seconds."
-    )
-
-    @property
-    def data_ranks(self) -> int:
-        """Shares that a batch is divided into, one for each rank or each group of ranks that share rows."""
-        return self.ranks // self.sequence_parallel
-
-
-class LoraConfig(Section):
-    """Train low-rank adapters beside the policy's frozen weights instead of the weights themselves (LoRA).
-
-    Set `policy.learning_rate` about ten times as high as for the weights themselves: 1e-4 is a start. Engines and the
-    export get ordinary weights, with the adapters merged in, and the policy without its adapters is the reference
-    model.
-    """
-
-    rank: PositiveInt = Field(description="Rank of the adapters; 8 to 32 are common.")
-    alpha: PositiveFloat = Field(default=32.0, description="An adapter counts alpha / rank times.")
-    target_modules: Literal["all-linear"] | Annotated[list[ModuleName], Field(min_length=1)] = Field(
-        default="all-linear",
-        description="Which layers have an adapter: all-linear (all but the output head), or the last parts of their "
-        "names, e.g. [q_proj, v_proj].",
-    )
-
-
-class PolicyConfig(LearnerConfig):
-    """The learner that trains the policy."""
-
-    lora: LoraConfig | None = Field(
-        default=None, description="Train low-rank adapters only (LoRA); all weights when absent."
-    )
-
-
-class CriticConfig(LearnerConfig):
-    """The learner that trains the value model; started only where the advantage estimator needs it (gae)."""
-
-    model: NonEmptyText = Field(
-        default="policy",
-        description="Where the value model starts: `policy` (model.path with a new head), `reward` (reward.model with "
-        "its head), or a checkpoint.",
-    )
-    value_clip: PositiveFloat | None = Field(
-        default=0.2, description="A value may move this far from the one before the update; absent: no clipping."
-    )
-    warmup_batches: NonNegativeInt = Field(
-        default=0,
-        description="Batches before step 1 on which only the critic learns; they are dropped afterwards, and counted.",
-    )
-
-
-class ReferenceConfig(Section):
-    """The frozen reference model; started only where something needs it."""
-
-    ranks: PositiveInt = Field(default=1, description="Ranks, one device each.")
-    sharded: bool = Field(
-        default=False,
-        description="Shard the weights over the ranks (ZeRO-3), for a model that one device can't hold. Otherwise "
-        "every rank has a copy and scores on its own.",
-    )
-    deadline_s: PositiveFloat = Field(default=600, description="Deadline of scoring one group, seconds.")
-
-
-class RewardModelConfig(Section):
-    """A reward model: a sequence-classification checkpoint with one output, read at the last token."""
-
-    path: NonEmptyText = Field(description="Folder of a Hugging Face sequence-classification model, or a hub name.")
-    weight: FiniteFloat = Field(default=1.0, description="Factor in the weighted sum that trains.")
-    dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="Compute dtype.")
-    ranks: PositiveInt = Field(default=1, description="Ranks, one device each.")
-    sharded: bool = Field(default=False, description="Shard the weights over the ranks, as `reference.sharded`.")
-    deadline_s: PositiveFloat = Field(default=600, description="Deadline of scoring one group, seconds.")
 
 
 class ShapingConfig(Section):
