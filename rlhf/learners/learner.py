@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from rlhf.algorithms.catalogue import needs_critic
 from rlhf.batching import LearnerSample, ScoredColumns
 from rlhf.config.schema import Config, LearnerConfig
+from rlhf.config.threads import threads
 from rlhf.tracking.spans import Span, recorder, span
 
 if TYPE_CHECKING:
@@ -84,9 +85,8 @@ class Learner(ABC):
         from rlhf.models.distributed import join_process_group, seed_random_streams, set_up_compute
         from rlhf.models.sequence import join_sequence_group
 
-        # Policy and critic compute at the same time.
-        critics = self._config.critic.ranks if needs_critic(self._config) else 0
-        set_up_compute(self._device, self._config.run.deterministic, self._config.policy.ranks + critics)
+        cores = len(os.sched_getaffinity(0))
+        set_up_compute(self._device, self._config.run.deterministic, threads(self._config, cores)[self.role])
         # One stream for ranks that share rows: their losses have to be the same, also one of the user's that draws.
         seed_random_streams(self._config.run.seed, self.role, self._rank // self.settings.sequence_parallel)
         with span(f"{self.role}/setup"):

@@ -19,13 +19,10 @@ from torch import nn
 PERSISTENT_ELEMENTS = 10_000
 
 
-def set_up_compute(device: Literal["cpu", "cuda"], deterministic: bool, processes: int) -> None:
-    """Give this process its share of the cores, which `processes` compute on at the same time, and the algorithms.
-
-    Deterministic results need one thread, and torch's deterministic algorithms.
-    """
+def set_up_compute(device: Literal["cpu", "cuda"], deterministic: bool, threads: int) -> None:
+    """Give this process its threads, where it computes on a CPU, and torch's deterministic algorithms if wanted."""
     if device == "cpu":
-        torch.set_num_threads(1 if deterministic else max(1, len(os.sched_getaffinity(0)) // processes))
+        torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
 
 

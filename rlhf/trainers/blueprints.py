@@ -10,6 +10,7 @@ from typing import Any
 from rlhf.algorithms.catalogue import has_reference_pool, needs_critic
 from rlhf.cluster.actors import Arguments
 from rlhf.config.schema import Config
+from rlhf.config.threads import threads
 from rlhf.learners.critic import CriticLearner
 from rlhf.learners.policy import PolicyLearner
 from rlhf.rewards.actor import RewardActor
@@ -77,12 +78,10 @@ def make_blueprints(
 def engine_environment(config: Config, device: str) -> dict[str, str]:
     """Environment of an engine's processes.
 
-    On CPU engines and learner don't work at the same time, so an engine gets its share of all cores. vLLM's own
-    binding would keep a core free for its scheduler, which on two cores is half of them.
+    vLLM's own binding to cores would keep one free for its scheduler, which on two cores is half of them.
     """
     environment = {"VLLM_NO_USAGE_STATS": "1"}
     if device == "cpu":
-        workers = config.rollout.engines * config.rollout.tensor_parallel
-        threads = 1 if config.run.deterministic else max(1, len(os.sched_getaffinity(0)) // workers)
-        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+        count = threads(config, len(os.sched_getaffinity(0)))["rollout"]
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(count)}
     return environment

@@ -214,7 +214,9 @@ class TestEqualToOneRank:
         )
 
     @pytest.mark.parametrize(
-        "columns", [[], [sample([5, 6], [7])], [sample(list(range(5, 14)), [6])]], ids=["no sample", "three tokens", "long prompt"]
+        "columns",
+        [[], [sample([5, 6], [7])], [sample(list(range(5, 14)), [6])]],
+        ids=["no sample", "three tokens", "long prompt"],
     )
     def test_a_rank_that_predicts_nothing_takes_part(self, columns: list[Columns]) -> None:
         row = pack_batch(columns, [0] * len(columns), "cpu")
