@@ -147,7 +147,8 @@ def needs(
     - reward_model: as the reference in its own dtype, with P as the critic's, and no logits.
     - rollout, tensor parallel t: weights c P / t; one layer's activations at vLLM's batch size plus sampled logits;
       KV cache as configured on CPU; on a GPU the least that serves: the longest sequence, 2 L k c / t bytes a token.
-    - sync buckets: one bucket (at least the largest tensor) on both sides; ZeRO 3 gathers one layer or the embedding.
+    - sync buckets: two on both sides, each at least the largest tensor; at ZeRO 3 the policy has what is gathered at a
+      time, one layer or the embedding, in place of the second where that is more.
     - checkpoint, with `checkpoint.every` and on CPU: a copy of a learner's weights that are trained, and of its
       optimizer; it is written while training goes on (on a GPU the copy is in the host's memory).
     - reward: worker processes of reward functions on the CPU, no devices.
@@ -226,7 +227,7 @@ def _policy(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
             gradients=gradients,
             optimizer=optimizer,
             activations=activations,
-            sync_buckets=_bucket(config, shape) + gathered + merged,
+            sync_buckets=_bucket(config, shape) + max(_bucket(config, shape), gathered) + merged,
             checkpoint=_copy(config, device, trained, optimizer),
         ),
         problems=_sequence_problems("policy", policy, shape),
@@ -363,7 +364,7 @@ def _rollout(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
             weights=_share(item * shape.parameters, parallel),
             activations=_share(activations, parallel) + sampled,
             kv_cache=rollout.kv_cache_bytes if device == "cpu" else least,
-            sync_buckets=_bucket(config, shape),
+            sync_buckets=2 * _bucket(config, shape),
         ),
         problems=tuple(_rollout_problems(config, shape, device, per_token)),
     )

@@ -143,7 +143,14 @@ def test_a_sequence_longer_than_the_cap_sets_the_activations() -> None:
     assert long.bytes.activations == capped.bytes.activations
 
 
-def test_zero_3_gathers_a_layer_beside_the_bucket() -> None:
+def test_both_sides_have_a_bucket_on_the_wire_and_one_in_the_making() -> None:
+    whole = needs(config(), SMALL)
+    policy, rollout = whole.pool("policy"), whole.pool("rollout")
+    assert policy is not None and rollout is not None
+    assert policy.bytes.sync_buckets == rollout.bytes.sync_buckets == 2 * 1000
+
+
+def test_zero_3_gathers_a_layer_in_place_of_the_second_bucket() -> None:
     # The bucket of 1000 bytes is larger than the embedding (160 bytes); a layer of 592 parameters is 1184 bytes.
     pool = needs(config(policy={"zero_stage": 3}), SMALL).pool("policy")
     assert pool is not None
