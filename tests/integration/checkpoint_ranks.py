@@ -126,10 +126,11 @@ def weights(learner: Any) -> dict[str, torch.Tensor]:
 
 
 def float32_weights(learner: Any) -> dict[str, torch.Tensor]:
-    """The optimizer's own weights, whole on every rank."""
+    """The optimizer's own weights, of what is trained, whole on every rank."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    return {name: safe_get_full_fp32_param(p).clone() for name, p in learner._zero.model.named_parameters()}
+    trained = [(name, p) for name, p in learner._zero.model.named_parameters() if p.requires_grad]
+    return {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in trained}
 
 
 def raw_state(learner: Any) -> dict[str, torch.Tensor]:
@@ -147,9 +148,8 @@ def optimizer_state(learner: Any) -> dict[str, torch.Tensor]:
         # DeepSpeed makes the views that these functions read at the first step, of the state that there is then.
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
-    masters = float32_weights(learner)
+    found = {f"{name} master": value for name, value in float32_weights(learner).items()}
     trained = [(name, p) for name, p in learner._zero.model.named_parameters() if p.requires_grad]
-    found = {f"{name} master": masters[name] for name, _ in trained}
     for name, parameter in trained:
         for moment in ("exp_avg", "exp_avg_sq"):
             found[f"{name} {moment}"] = safe_get_full_optimizer_state(parameter, moment).clone()
@@ -342,7 +342,7 @@ def check_refusals(arguments: argparse.Namespace) -> dict[str, str]:
     others = [Case("policy", 2, "float32", model) for model in ("wide", "tied", "llama")]
     return {
         f"{learner.name} from {saved.name}": failure_of(
-            lambda learner=learner, saved=saved: make(arguments, learner, path_of(arguments, saved, 2).parent)
+            lambda learner=learner, saved=saved: make(arguments, learner, init_from=path_of(arguments, saved, 2).parent)
         )
         for learner, saved in ((critic, policy), (policy, critic), *((other, policy) for other in others))
     }
@@ -374,6 +374,8 @@ def main() -> None:
         found["writing"] = check_writing(arguments, CASES[arguments.world][0])
     check = {"load": check_load, "begin": check_begin}.get(arguments.phase)
     for case, world in saved_cases(arguments.full):
+        if arguments.phase == "begin" and case.lora:
+            continue  # a run with adapters begins from a model, and not from a checkpoint
         if check is not None:
             found[f"{case.name} on {world}"] = check(arguments, case, world)
             if arguments.phase == "load" and case.stage == 3 and world == arguments.world:
