@@ -156,7 +156,7 @@ def strike(run: ObservedRun, kill: Kill, dice: random.Random) -> bool:
         run.process.wait(LEFT_S)
         left = run.left()
         if left:
-            raise Broken(f"{len(left)} processes are left of a killed driver: {[title(p) for p in left][:5]}")
+            raise Broken(f"{len(left)} processes are left of a killed driver: {left[:5]}")
         run.start()
     run.until(lambda: run.done() > before, f"a step after killing {kill.victim} in phase {kill.phase}")
     return True
@@ -167,8 +167,8 @@ def finish(run: ObservedRun) -> None:
     # Not Ctrl-C, which what a shell started in the background ignores.
     run.process.terminate()
     run.process.wait(LEFT_S)
-    if run.left():
-        raise Broken("processes are left after SIGTERM")
+    if left := run.left():
+        raise Broken(f"processes are left after SIGTERM: {left[:5]}")
     run.start(f"run.steps={run.done() + 2}")
     run.process.wait(PATIENCE_S)
     if run.process.returncode != 0:
@@ -195,8 +195,8 @@ def check(run: ObservedRun) -> dict[str, float]:
     if latest is None or latest.step != steps[-1]:
         raise Broken(f"the latest checkpoint is {latest}, and the last step {steps[-1]}")
     store.verify(latest)
-    if run.left():
-        raise Broken(f"processes are left: {[title(pid) for pid in run.left()][:5]}")
+    if left := run.left():
+        raise Broken(f"processes are left: {left[:5]}")
     return lines[-1]
 
 
@@ -228,11 +228,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Broken, CheckpointError, subprocess.TimeoutExpired, OSError, KeyError) as error:
         broken = f"{type(error).__name__}: {error}"
         run.process.kill()
-    report(covered, broken, last, arguments)
     if not broken and not arguments.keep and arguments.folder is None:
         shutil.rmtree(folder, ignore_errors=True)
     else:
         console.print(f"the run's folder: {folder}")
+    report(covered, broken, last, arguments)
     return 1 if broken or covered.total() < arguments.kills else 0
 
 

@@ -36,7 +36,8 @@ class ObservedRun:
         work.mkdir(parents=True, exist_ok=True)
         name = config["run"]["name"]
         self.folder = work / "runs" / name
-        self.pids: set[int] = set()
+        # Not their pids alone: those of processes that have ended come again.
+        self.processes: set[psutil.Process] = set()
         self._work = work
         self._file = work / f"{name}.yaml"
         self._file.write_text(yaml.safe_dump({**config, "run": {**config["run"], "dir": str(work / "runs")}}))
@@ -77,15 +78,15 @@ class ObservedRun:
     def observe(self) -> list[psutil.Process]:
         """Processes of the run; remembers them."""
         found: list[psutil.Process] = trees([self.process.pid])
-        self.pids |= {process.pid for process in found}
+        self.processes |= set(found)
         return found
 
-    def left(self) -> list[int]:
-        """Processes of the run that are still there after the time in which all have to be gone."""
+    def left(self) -> list[str]:
+        """Titles of the run's processes that are still there after the time in which all have to be gone."""
         deadline = time.monotonic() + LEFT_S
-        while (left := [pid for pid in self.pids if _lives(pid)]) and time.monotonic() < deadline:
+        while (left := [p for p in self.processes if _lives(p)]) and time.monotonic() < deadline:
             time.sleep(0.5)
-        return left
+        return [f"{process.pid} {title(process.pid)}"[:120] for process in left]
 
     def lines(self) -> list[dict[str, Any]]:
         """`metrics.jsonl` so far, without a torn last line."""
@@ -116,9 +117,9 @@ def title(pid: int) -> str:
         return ""
 
 
-def _lives(pid: int) -> bool:
-    """Whether the process is there; a zombie isn't."""
+def _lives(process: psutil.Process) -> bool:
+    """Whether the process is there; a zombie isn't, and neither is another one of the same number."""
     try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
