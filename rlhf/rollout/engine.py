@@ -4,6 +4,8 @@ Invariants
 - An engine serves only between a commit and the next begin of a sync; before the first commit it refuses.
 - A sync is begin, vLLM's four calls, commit. One that fails in between leaves the engine refusing until a later commit.
 - The order of a sync is pause, load, finish, reset of the prefix cache (checked), resume.
+- What waits for vLLM ends with it: a call that its dead EngineCore will not answer raises, and nobody waits for a
+  deadline to learn of a death that is known.
 - Log-probs are those of the distribution that was sampled from; every token carries the version that produced it.
 - Where that distribution is not over all tokens (top-k, top-p, a minimum length), the columns say which it was over.
 """
@@ -12,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from rlhf.rollout.masks import IncompleteSupport, SampledLogprobs, early_stop_mask, support_mask
 from rlhf.rollout.plugin import ACTOR_PID_VARIABLE
@@ -22,6 +24,8 @@ from rlhf.rollout.types import SLOTS_PER_ENGINE, Completion, EngineSpec, Generat
 from rlhf.tracking.spans import Span, SpanRecorder, now
 from rlhf.trajectories import Columns, FinishReason, SamplingMask
 from rlhf.weights.endpoint import Declared, Pause
+
+T = TypeVar("T")
 
 _FINISH: Mapping[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 # vLLM's CPU default of 128 is longer than most prompts, which then are never shared by the prefix cache.
@@ -186,6 +190,22 @@ class RolloutEngine:
         # With FINAL_ONLY there is one output, the finished one.
         return [o async for o in self._llm.generate(prompt, parameters, request.request_id)][-1]
 
+    async def _alive(self, call: Awaitable[T]) -> T:
+        """Await a call into vLLM, which is never answered once the EngineCore is gone; raises `EngineDied` then."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        answer = asyncio.ensure_future(call)
+        either: set[asyncio.Future[Any]] = {answer, self._death}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                self._death.result()
+            return answer.result()
+        except EngineDeadError as error:
+            raise EngineDied(self._describe_death()) from error
+        finally:
+            answer.cancel()
+
     def _describe_death(self) -> str:
         processes = self._llm.engine_core.resources.engine_manager.processes
         states = []
@@ -217,8 +237,8 @@ class RolloutEngine:
         self._version = None
         # With the cache cleared, requests that are held give up their blocks. Otherwise they would go on from the old
         # weights' keys and values, and the reset at the commit would do nothing.
-        await self._llm.pause_generation(mode="wait" if pause == "drain" else "keep", clear_cache=True)
-        await self._llm.collective_rpc("abandon_weight_update")
+        await self._alive(self._llm.pause_generation(mode="wait" if pause == "drain" else "keep", clear_cache=True))
+        await self._alive(self._llm.collective_rpc("abandon_weight_update"))
 
     async def weight_disagreements(self, declared: Sequence[Declared]) -> list[str | None]:
         """For each worker what speaks against loading the declared tensors, None where nothing does."""
@@ -226,47 +246,47 @@ class RolloutEngine:
             raise NotServing(f"engine {self.spec.index} is serving; what it can load is tried before it does")
         # vLLM's own way to its workers takes plain data only.
         plain = [(d.name, d.dtype, d.shape) for d in declared]
-        found: list[str | None] = await self._llm.collective_rpc("weight_disagreement", args=(plain,))
+        found: list[str | None] = await self._alive(self._llm.collective_rpc("weight_disagreement", args=(plain,)))
         return found
 
     async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Join the transfer group."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        await self._alive(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
 
     async def start_weight_update(self) -> None:
         """Open the update; refused unless the engine is in a sync."""
         if self._version is not None:
             raise NotServing(f"engine {self.spec.index} is serving; begin_sync comes before a weight update")
-        await self._llm.start_weight_update()
+        await self._alive(self._llm.start_weight_update())
 
     async def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive and load what `update_info` declares."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         with self._recorder.span("receive_weights"):
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+            await self._alive(self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
 
     async def finish_weight_update(self) -> None:
         """Complete the layers."""
-        await self._llm.finish_weight_update()
+        await self._alive(self._llm.finish_weight_update())
 
     async def weight_receipts(self) -> list[dict[str, Any]]:
         """The receipt of the last sync from every worker."""
-        receipts: list[dict[str, Any]] = await self._llm.collective_rpc("weight_receipt")
+        receipts: list[dict[str, Any]] = await self._alive(self._llm.collective_rpc("weight_receipt"))
         return receipts
 
     async def leave_transfer(self) -> None:
         """Leave the transfer group."""
-        await self._llm.collective_rpc("leave_transfer")
+        await self._alive(self._llm.collective_rpc("leave_transfer"))
 
     async def commit_sync(self, version: int) -> None:
         """Serve again, with these weights as `version`. Raises when cached KV of the old weights can't be dropped."""
-        if not await self._llm.reset_prefix_cache():
+        if not await self._alive(self._llm.reset_prefix_cache()):
             raise RuntimeError(f"engine {self.spec.index}: the prefix cache was not reset; old KV would be served")
-        await self._llm.update_weight_version(str(version))
-        await self._llm.resume_generation()
+        await self._alive(self._llm.update_weight_version(str(version)))
+        await self._alive(self._llm.resume_generation())
         self._version = version
 
     # Supervision and timing
@@ -279,7 +299,7 @@ class RolloutEngine:
 
     async def probe(self) -> None:
         """Return when every worker of the engine has answered: vLLM's own processes too are alive and not stuck."""
-        await self._llm.collective_rpc("check_health")
+        await self._alive(self._llm.collective_rpc("check_health"))
 
     async def drain_spans(self) -> list[Span]:
         """Spans since the last call."""

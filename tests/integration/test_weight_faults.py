@@ -42,7 +42,7 @@ def fleet(ray_cluster: None, tiny_untied: Path) -> SimpleNamespace:
 
 
 def join(fleet: SimpleNamespace, **settings: Any) -> None:
-    fleet.trainer.join([engine.handle for engine in fleet.engines], deadline_s=DEADLINE_S, **settings)
+    fleet.trainer.join([engine.handle for engine in fleet.engines], **{"deadline_s": DEADLINE_S, **settings})
 
 
 def check(fleet: SimpleNamespace, *indices: int) -> None:
@@ -177,9 +177,10 @@ def test_a_restarted_engine_joins_and_syncs_alone_while_the_other_keeps_its_epoc
     check(fleet, 0, 1)
 
 
-def test_an_engine_core_killed_in_a_bucket_is_blamed_and_the_other_goes_on(fleet):
-    # In one group again, so that the other one loses its wire as well.
-    join(fleet)
+@pytest.mark.timeout(300)
+def test_an_engine_core_killed_in_a_bucket_is_blamed_at_once_and_the_other_goes_on(fleet):
+    # In one group again, so that the other one loses its wire as well. Nobody waits for the deadline.
+    join(fleet, deadline_s=3600.0)
     pid = fleet.engines[1].core_pid()
 
     def kill() -> None:
@@ -187,5 +188,7 @@ def test_an_engine_core_killed_in_a_bucket_is_blamed_and_the_other_goes_on(fleet
         # Gone for good before the next bucket.
         threading.Event().wait(0.2)
 
-    assert blamed(fleet, 2, kill).engines == {1}
+    error = blamed(fleet, 2, kill)
+    assert error.engines == {1}
+    assert f"(pid {pid}): killed by signal 9" in str(error)
     goes_on_without(fleet, 1)
