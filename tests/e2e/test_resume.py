@@ -24,6 +24,7 @@ GRAPH = Path(__file__).with_name("graph.py")
 
 # What changes over a step and need not be in a checkpoint: by the beginning of its path, with the reason.
 TRANSIENT = {
+    r"prompts\._(order|epoch)\b": "the order of an epoch, which follows from the seed and is made when it is needed",
     r"fleet\._last\b": "the report of the last sync, whose times are those of this process",
     r"fleet\._pool\._router\b": "between steps no request is with it; what is left are its numbers for the next ones",
     r"fleet\._pool\.activity\b": "what engines were busy with in this step",
