@@ -30,10 +30,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
-from observed_run import LEFT_S, PATIENCE_S, REWARD, ROOT, Broken, ObservedRun, title
+from observed_run import LEFT_S, PATIENCE_S, ROOT, Broken, ObservedRun, configuration, title
 from rich.console import Console
 from rich.table import Table
 
@@ -86,30 +85,15 @@ def find(run: ObservedRun, victim: str) -> int | None:
     return next((p.pid for p in run.observe() if title(p.pid).startswith(TITLES[victim])), None)
 
 
-def configuration(model: Path, seed: int) -> dict[str, Any]:
+def make(model: Path, seed: int, folder: Path) -> ObservedRun:
     """Short steps with everything in them: two engines, checkpoints after each, restarts without end."""
-    task = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    return {
-        "run": {"name": "chaos", "steps": 1_000_000, "seed": seed, "if_exists": "resume"},
-        "model": {"path": str(model), "dtype": "float32"},
-        "data": {
-            "prompts": {"source": "reasoning_gym", "task": "chain_sum", "size": 200, "options": task},
-            "chat_template": False,
-            "max_prompt_tokens": 128,
-        },
-        "rollout": {
-            "engines": 2,
-            "prompts_per_step": PROMPTS,
-            "samples_per_prompt": SAMPLES,
-            "max_new_tokens": 48,
-            "kv_cache_bytes": 1 << 26,
-            "deadline_s": 120,
-        },
-        "policy": {"learning_rate": 1e-3, "max_tokens_per_microbatch": 1024},
-        "reward": {"functions": [{"name": REWARD}]},
-        "checkpoint": {"every": 1},
-        "fault_tolerance": {"max_restarts": 1000},
-    }
+    config = configuration("chaos", model, seed, prompts=200)
+    config["run"] |= {"steps": 1_000_000, "if_exists": "resume"}
+    config["rollout"] |= {"engines": 2, "prompts_per_step": PROMPTS, "max_new_tokens": 48, "deadline_s": 120}
+    config["policy"] = {"learning_rate": 1e-3, "max_tokens_per_microbatch": 1024}
+    config["checkpoint"] = {"every": 1}
+    config["fault_tolerance"] = {"max_restarts": 1000}
+    return ObservedRun(config, folder)
 
 
 def wait_for(run: ObservedRun, phase: str, dice: random.Random) -> bool:
@@ -213,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="rlhf-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     covered: Counter[str] = Counter()
-    run, broken, last = ObservedRun(configuration(arguments.model.resolve(), arguments.seed), folder), "", {}
+    run, broken, last = make(arguments.model.resolve(), arguments.seed, folder), "", {}
     run.start()
     try:
         run.until(lambda: run.done() >= 2, "the first steps")

@@ -1,6 +1,6 @@
 """Check that interrupted equals uninterrupted, bit for bit, in every set-up and for every state.
 
-    python scripts/exactness.py                          # all of it, about an hour on two cores
+    python scripts/exactness.py                          # all of it; takes long
     python scripts/exactness.py --setups engines zero3
     python scripts/exactness.py --setups grpo --no-states
 
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from observed_run import COMMAND, REWARD, ROOT, Broken, ObservedRun
+from observed_run import COMMAND, ROOT, Broken, ObservedRun, configuration
 from rich.console import Console
 from rich.table import Table
 
@@ -43,25 +43,17 @@ console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
 def base(model: Path, seed: int) -> dict[str, Any]:
     """GRPO on one rank: Adam's state, a decaying learning rate and clipping all have to come back."""
-    task = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    return {
-        "run": {"name": "run", "steps": STEPS, "seed": seed, "deterministic": True},
-        "model": {"path": str(model), "dtype": "float32"},
-        "data": {
-            "prompts": {"source": "reasoning_gym", "task": "chain_sum", "size": 40, "options": task},
-            "chat_template": False,
-            "max_prompt_tokens": 128,
-        },
-        "rollout": {
-            "prompts_per_step": PROMPTS,
-            "samples_per_prompt": 4,
-            "max_new_tokens": 12,
-            "kv_cache_bytes": 1 << 26,
-        },
-        "policy": {"learning_rate": 1e-4, "schedule": "linear", "minibatches": 2, "max_tokens_per_microbatch": 512},
-        "reward": {"functions": [{"name": REWARD}]},
-        "checkpoint": {"every": CUT},
+    config = configuration("run", model, seed, prompts=40)
+    config["run"] |= {"steps": STEPS, "deterministic": True}
+    config["rollout"] |= {"prompts_per_step": PROMPTS, "max_new_tokens": 12}
+    config["policy"] = {
+        "learning_rate": 1e-4,
+        "schedule": "linear",
+        "minibatches": 2,
+        "max_tokens_per_microbatch": 512,
     }
+    config["checkpoint"] = {"every": CUT}
+    return config
 
 
 def _ppo(config: dict[str, Any]) -> None:
@@ -244,8 +236,8 @@ class Case:
         cut.until(lambda: cut.saved() == CUT, f"the checkpoint of step {CUT}")
         os.kill(cut.process.pid, signal.SIGKILL)
         cut.process.wait()
-        if cut.left():
-            raise Broken(f"{self._setup}: processes are left of a killed driver")
+        if left := cut.left():
+            raise Broken(f"{self._setup}: processes are left of a killed driver: {left[:5]}")
         shutil.copytree(cut.folder, self._work / "at_the_kill")
         cut.start("run.if_exists=resume", command=self._command)
         cut.finish()

@@ -25,6 +25,22 @@ COMMAND = ("-m", "rlhf.train")
 REWARD = f"{Path(__file__).with_name('observed_reward.py')}:digits"
 
 
+def configuration(name: str, model: Path, seed: int, prompts: int) -> dict[str, Any]:
+    """What observed runs have in common: float32, short sums from `prompts` problems, and a reward for any model."""
+    task = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    return {
+        "run": {"name": name, "seed": seed},
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {
+            "prompts": {"source": "reasoning_gym", "task": "chain_sum", "size": prompts, "options": task},
+            "chat_template": False,
+            "max_prompt_tokens": 128,
+        },
+        "rollout": {"samples_per_prompt": 4, "kv_cache_bytes": 1 << 26},
+        "reward": {"functions": [{"name": REWARD}]},
+    }
+
+
 class Broken(Exception):
     """The run did what it must not do."""
 
