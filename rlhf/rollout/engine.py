@@ -166,23 +166,17 @@ class RolloutEngine:
         return early_stop_mask(len(ids), request.sampling.min_new_tokens, stopping)
 
     async def _run(self, request: GenerationRequest) -> Any:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        # A request that reaches vLLM in the moment of its EngineCore's death is never answered, so both are awaited.
         output = asyncio.ensure_future(self._output(request))
         self._running[request.request_id] = output
         try:
-            await asyncio.wait({output, self._death}, return_when=asyncio.FIRST_COMPLETED)
-            if not output.done():
-                self._death.result()
+            return await self._alive(output)
+        except asyncio.CancelledError:
+            # Either it was aborted, or whoever called was cancelled, and then it is being given up only now.
             if output.cancelled():
-                raise RequestAborted(f"request {request.request_id} was given up")
-            return output.result()
-        except EngineDeadError as error:
-            raise EngineDied(self._describe_death()) from error
+                raise RequestAborted(f"request {request.request_id} was given up") from None
+            raise
         finally:
             del self._running[request.request_id]
-            output.cancel()
 
     async def _output(self, request: GenerationRequest) -> Any:
         prompt = {"prompt_token_ids": list(request.prompt_ids)}

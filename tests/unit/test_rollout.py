@@ -8,7 +8,7 @@ import pytest
 
 from rlhf.cluster.wait import DeadlineExceeded
 from rlhf.config import Config
-from rlhf.rollout.engine import engine_arguments, token_versions
+from rlhf.rollout.engine import EngineDied, RequestAborted, RolloutEngine, engine_arguments, token_versions
 from rlhf.rollout.masks import IncompleteSupport, SampledLogprobs, early_stop_mask, support_mask
 from rlhf.rollout.pool import RolloutFailed, RolloutPool
 from rlhf.rollout.types import Completion, EngineSpec, SampleFault, Sampling, sample_seed
@@ -368,3 +368,23 @@ async def test_what_a_lost_engine_had_waits_for_it_under_static_assignment():
     pool.open(0, again)
     assert sorted((g.group_id, g.trajectories[0].engine) for g in await collecting) == [(0, 0), (1, 1), (2, 0), (3, 1)]
     assert again.batches == [["train-0-0", "train-2-0"]]
+
+
+@pytest.mark.parametrize(
+    ("how", "raised"), [("aborted", RequestAborted), ("cancelled", asyncio.CancelledError), ("died", EngineDied)]
+)
+async def test_a_request_that_vllm_does_not_answer_ends_with_what_ended_it(how, raised):
+    engine = RolloutEngine(SimpleNamespace(index=0))
+    engine._death = asyncio.get_running_loop().create_future()
+    engine._output = lambda request: asyncio.sleep(3600)
+    asking = asyncio.ensure_future(engine._run(SimpleNamespace(request_id="a")))
+    await asyncio.sleep(0.01)
+    if how == "aborted":
+        await engine.abort("a")
+    elif how == "cancelled":
+        asking.cancel()
+    else:
+        engine._death.set_exception(EngineDied("killed"))
+    with pytest.raises(raised):
+        await asking
+    assert engine._running == {}
