@@ -194,6 +194,18 @@ class TestFailures:
         assert all(torch.equal(checked["start"][name], checked["unmoved"][name]) for name in checked["start"])
 
 
+def train_plainly(model: Any, parameters: list[torch.nn.Parameter]) -> list[float]:
+    """Three updates of these parameters by plain torch; the norm of each gradient before it was clipped."""
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0)
+    norms = []
+    for seed in (1, 2, 3):
+        optimizer.zero_grad()
+        plain_loss(model, seed).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0)))
+        optimizer.step()
+    return norms
+
+
 class TestTraining:
     @pytest.mark.parametrize("run", RUNS)
     @pytest.mark.parametrize("stage", STAGES)
@@ -201,13 +213,7 @@ class TestTraining:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(folder / "untied")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-        norms = []
-        for seed in (1, 2, 3):
-            optimizer.zero_grad()
-            plain_loss(model, seed).backward()
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-            optimizer.step()
+        norms = train_plainly(model, list(model.parameters()))
         training = found[run][f"training {stage} untied float32"]
         assert [m["policy/grad_norm"] for m in training["metrics"]] == pytest.approx(norms, rel=1e-4)
         # Softmax does not see a key bias: its gradient is rounding, which Adam scales up to full steps.
@@ -257,13 +263,7 @@ class TestAdapters:
         model = AutoModelForCausalLM.from_pretrained(folder / "tied")
         add_adapters(model, LoraConfig(rank=4), seed=1)
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        optimizer = torch.optim.AdamW(trained.values(), lr=1e-3, weight_decay=0.0)
-        norms = []
-        for seed in (1, 2, 3):
-            optimizer.zero_grad()
-            plain_loss(model, seed).backward()
-            norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)))
-            optimizer.step()
+        norms = train_plainly(model, list(trained.values()))
         training = found[run][f"adapters {stage} float32"]
         assert [m["policy/grad_norm"] for m in training["metrics"]] == pytest.approx(norms, rel=1e-4)
         assert relative(training["adapters"], {name: p.detach() for name, p in trained.items()}) < 1e-4

@@ -221,14 +221,17 @@ def reference_in_float32(architecture: str, narrow: Any) -> Any:
     return model
 
 
+def with_mask(c: Columns) -> Columns:
+    """The sample, where of the whole vocabulary three tokens could be sampled at each place: its own and two more."""
+    targets = c.token_ids[c.loss_mask]
+    allowed = np.stack([targets, (targets + 1) % VOCABULARY, (targets + 7) % VOCABULARY], 1)
+    mask = SamplingMask(np.arange(0, allowed.size + 1, 3), allowed.ravel().astype(np.int32), allowed=True)
+    return Columns(c.token_ids, c.loss_mask, c.logprobs, c.weight_versions, mask)
+
+
 def test_temperature_and_sampling_masks_act_as_on_padded_rows() -> None:
     columns, groups = random_samples()
-    masked = []
-    for c in columns:
-        targets = c.token_ids[c.loss_mask]
-        allowed = np.stack([targets, (targets + 1) % VOCABULARY, (targets + 7) % VOCABULARY], 1)
-        mask = SamplingMask(np.arange(0, allowed.size + 1, 3), allowed.ravel().astype(np.int32), allowed=True)
-        masked.append(Columns(c.token_ids, c.loss_mask, c.logprobs, c.weight_versions, mask))
+    masked = [with_mask(c) for c in columns]
     model, reference = make("qwen2", "lm", PACKED_ATTENTION), make("qwen2", "lm", "eager")
     found, _ = packed_logprobs(model, pack_batch(masked, groups, "cpu"), 0.7)
     expected = []

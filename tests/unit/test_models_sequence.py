@@ -21,7 +21,7 @@ from rlhf.models.sequence import SequenceGroup, join_sequence_group
 from rlhf.models.value import ValueModel
 from rlhf.trajectories import Columns, SamplingMask
 from tests.unit.gloo_ranks import on_ranks
-from tests.unit.test_models_packed import ARCHITECTURES, VOCABULARY, make, random_samples, sample, weights_of
+from tests.unit.test_models_packed import ARCHITECTURES, make, random_samples, sample, weights_of, with_mask
 
 Gradients = dict[str, Tensor]
 
@@ -200,12 +200,7 @@ class TestEqualToOneRank:
 
     def test_temperature_and_sampling_masks(self) -> None:
         columns, groups = random_samples()
-        masked = []
-        for c in columns:
-            targets = c.token_ids[c.loss_mask]
-            allowed = np.stack([targets, (targets + 1) % VOCABULARY, (targets + 7) % VOCABULARY], 1)
-            mask = SamplingMask(np.arange(0, allowed.size + 1, 3), allowed.ravel().astype(np.int32), allowed=True)
-            masked.append(Columns(c.token_ids, c.loss_mask, c.logprobs, c.weight_versions, mask))
+        masked = [with_mask(c) for c in columns]
         row = pack_batch(masked, groups, "cpu")
         assert_shared_equals_alone(
             lambda: PolicyModel(make("qwen2", "lm", PACKED_ATTENTION)),
