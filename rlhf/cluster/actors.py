@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.cluster.placement import Slot
+from rlhf.cluster.ports import hold_port
 from rlhf.cluster.process import die_with_parent, redirect_output
 from rlhf.cluster.reaper import join_run
 from rlhf.cluster.supervision import ActorFailed, Member, forget, register
@@ -76,12 +77,6 @@ def _set_up_process(settings: HostSettings) -> dict[str, Any]:
     }
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 class _Host:
     """Put in front of a class without coroutines."""
 
@@ -91,8 +86,8 @@ class _Host:
     def rlhf_hello(self) -> dict[str, Any]:
         return self._rlhf_identity
 
-    def rlhf_free_port(self) -> int:
-        return _free_port()
+    def rlhf_hold_port(self) -> int:
+        return hold_port()
 
     def rlhf_hold(self) -> None:
         threading.Event().wait()
@@ -110,8 +105,8 @@ class _AsyncHost:
     async def rlhf_hello(self) -> dict[str, Any]:
         return self._rlhf_identity
 
-    async def rlhf_free_port(self) -> int:
-        return _free_port()
+    async def rlhf_hold_port(self) -> int:
+        return hold_port()
 
     async def rlhf_hold(self) -> None:
         # A class that can die without its process (an engine whose child is gone) says so by raising in `watch`.
@@ -305,10 +300,10 @@ class ActorGroup:
         hellos = [_control(handle, "rlhf_hello").remote() for handle in self.handles]
         return await wait_all(hellos, what=f"ping of {self.role}", deadline_s=deadline_s)
 
-    async def free_address(self, rank: int = 0, deadline_s: float = 10.0) -> tuple[str, int]:
-        """An IP address of that actor's node and a port that is free on it, for a rendezvous."""
-        reference = _control(self.handles[rank], "rlhf_free_port").remote()
-        port: int = await wait(reference, what=f"a free port ({self.role} rank {rank})", deadline_s=deadline_s)
+    async def meeting_address(self, rank: int = 0, deadline_s: float = 10.0) -> tuple[str, int]:
+        """An IP address of that actor's node and a port that its process holds, for a rendezvous that it serves."""
+        reference = _control(self.handles[rank], "rlhf_hold_port").remote()
+        port: int = await wait(reference, what=f"a port ({self.role} rank {rank})", deadline_s=deadline_s)
         return self._addresses[rank], port
 
     def kill(self) -> None:

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from rlhf.cluster.ports import join_store, serve_store
+
 # Elements. Stage 3 keeps smaller parameters whole on every rank. 10,000 covers norms and biases and leaves every matrix
 # sharded.
 PERSISTENT_ELEMENTS = 10_000
@@ -65,7 +67,7 @@ def join_process_group(
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             "gloo" if device == "cpu" else "nccl",
-            init_method=f"tcp://{master[0]}:{master[1]}",
+            store=serve_store(master[1], timeout) if rank == 0 else join_store(*master, timeout),
             rank=rank,
             world_size=world_size,
             timeout=timeout,

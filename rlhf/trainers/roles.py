@@ -81,7 +81,7 @@ class Roles:
         )
         sender = WeightSync(
             self._policy,
-            self._policy.free_address,
+            self._policy.meeting_address,
             transport=transport(config, session.needs.device),
             bucket_bytes=weights.bucket_bytes,
             deadline_s=weights.deadline_s,
@@ -319,7 +319,7 @@ class Roles:
 
 async def _load(group: ActorGroup, deadline_s: float) -> str | None:
     """Let the ranks of a learner or scorer meet, and load the model; returns a note where its rows are padded."""
-    master = await group.free_address(0)
+    master = await group.meeting_address(0)
     reasons = await group.call("setup", master, what=f"loading the {group.role}", deadline_s=deadline_s)
     return None if reasons[0] is None else f"{group.role}: prompts are computed for each sample, {reasons[0]}"
 

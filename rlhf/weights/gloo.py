@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from rlhf.cluster.ports import join_store, serve_store
 from rlhf.weights.buckets import Bucket, plan_buckets
 from rlhf.weights.checksum import checksum
 from rlhf.weights.endpoint import Declared
@@ -76,11 +77,10 @@ class GlooGroup:
     """A process group of its own, apart from torch's global default group."""
 
     def __init__(self, address: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
-        self._place = (rank, world_size, timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        self._place = (rank, world_size, timeout)
         # The group keeps only a weak hold on the store: without this reference its server dies under it.
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            address, port, world_size, is_master=rank == 0, timeout=self._place[-1], wait_for_workers=False
-        )
+        self._store = serve_store(port, timeout) if rank == 0 else join_store(address, port, timeout)
         self._group: Any = None
 
     def connect(self) -> None:

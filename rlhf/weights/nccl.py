@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLWeightTransferEngine
 
+from rlhf.cluster.ports import release_port
 from rlhf.weights.client import CallsFailed, EngineClient
 from rlhf.weights.endpoint import Endpoint, Failure
 from rlhf.weights.loading import ReceiptMixin
@@ -47,6 +48,8 @@ class NcclSender:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         client = EngineClient(endpoint.engines, endpoint.workers, endpoint.deadline_s)
+        # vLLM binds it by itself.
+        release_port(endpoint.port)
         try:
             self._engines[endpoint.epoch] = WeightTransferTrainerFactory.trainer_init(
                 trainer_init_info(endpoint), client=client, source=self._source

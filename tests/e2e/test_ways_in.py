@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from tests.e2e.command import ROOT, RUN_S, tiny_config
-from tests.integration.engines import free_port
+from tests.ports import free_port
 from tests.tiny import make_tiny_model
 
 
@@ -78,7 +78,7 @@ def test_the_example_with_an_algorithm_from_python_trains_with_it(tiny_untied: P
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A Ray head with token authentication, started as a user would; yields the client's environment."""
     folder = tmp_path_factory.mktemp("ray")
-    dashboard, gcs = free_port(), free_port()
+    dashboard, gcs, agent = free_port(), free_port(), free_port()
     token = folder / "token"
     token.write_text("a" * 32)
     environment = os.environ | {
@@ -89,7 +89,8 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     command = [
         *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=4"),
         *(f"--port={gcs}", f"--dashboard-port={dashboard}", "--disable-usage-stats"),
-        *("--object-store-memory=200000000", "--include-dashboard=true"),
+        # The agent takes jobs, if it gets its port: another session of this machine may have the default one.
+        *(f"--dashboard-agent-listen-port={agent}", "--include-dashboard=true", "--object-store-memory=200000000"),
     ]
     log = (folder / "head.log").open("wb")
     process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
@@ -97,8 +98,9 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         deadline = time.monotonic() + 180
         # A head that answers may still be without the agent that jobs are given to.
         nothing = [command[0], "job", "submit", "--", "true"]
-        while run(nothing, env=environment).returncode != 0:
-            assert process.poll() is None and time.monotonic() < deadline, (folder / "head.log").read_text()
+        while (tried := run(nothing, env=environment)).returncode != 0:
+            told = tried.stdout + tried.stderr + (folder / "head.log").read_text()
+            assert process.poll() is None and time.monotonic() < deadline, told
             time.sleep(1)
         yield environment
     finally:

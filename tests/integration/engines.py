@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import os
 import signal
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -28,6 +27,7 @@ from rlhf.weights.endpoint import Endpoint, JoinReport, SendReport
 from rlhf.weights.gloo_sender import _Transfer
 from rlhf.weights.sender import WeightSender
 from rlhf.weights.sync import SyncReport, WeightSync
+from tests.ports import free_port
 
 START_S, CALL_S = 300.0, 60.0
 _numbers = itertools.count()
@@ -197,9 +197,3 @@ def sync(trainer: Trainer, version: int) -> SyncReport:
     """One whole sync of the trainer's weights, as that version, to all engines that it was joined with."""
     trainer.version = version
     return asyncio.run(trainer.weights.sync())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

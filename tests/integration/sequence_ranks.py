@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ import transformers  # noqa: F401
 
 from rlhf.learners.critic import CriticLearner
 from tests.integration.learner_ranks import Rank, make_config, make_samples, with_returns
+from tests.ports import free_port
 
 # Ranks, and how many of them share each row.
 RUNS = {"alone": (1, 1), "two that share": (2, 2), "two times two that share": (4, 2)}
@@ -76,12 +76,6 @@ def member(run: str, rank: int, port: int, models: Path, out: Path) -> None:
     found["bfloat16"] = check_bfloat16(arguments)
     found["critic"] = check_critic(arguments)
     torch.save(found, out / f"found-{run}-{rank}.pt")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> int:

@@ -117,12 +117,12 @@ async def test_actors_know_their_rank_environment_and_log(session: Session, tmp_
     assert (tmp_path / "policy-0.log").read_text() == "constructed rank 0\n"
 
 
-async def test_a_busy_actor_answers_ping_and_finds_a_port(session: Session) -> None:
+async def test_a_busy_actor_answers_ping_and_promises_a_port(session: Session) -> None:
     group = await workers(session)
     busy = group.refs("sleep", 120)
     answers = await group.ping()
     assert [answer["pid"] for answer in answers] == [member.pid for member in group.members]
-    ip, port = await group.free_address(1)
+    ip, port = await group.meeting_address(1)
     assert ip == answers[1]["ip"] and 1024 <= port < 65536
     assert ray.wait(busy, timeout=0)[0] == []
 

@@ -6,7 +6,6 @@ The three processes run once for the module (`learner_ranks.py`); the tests read
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from rlhf.models.lora import add_adapters
 from rlhf.models.operations import Operations
 from rlhf.models.value import load_value_model
 from tests.integration.learner_ranks import advantage_of, make_samples, with_returns
+from tests.ports import free_port
 from tests.tiny import make_tiny_model, make_tiny_reward_model
 
 DEADLINE_S = 550
@@ -32,12 +32,6 @@ RUNS = ("one rank", "two ranks, first", "two ranks, second")
 FLOAT32_BOUND, BFLOAT16_BOUND = 1e-5, 5e-2
 
 Found = dict[str, dict[str, Any]]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +48,7 @@ def run_ranks(module: str, folder: Path) -> Found:
     """Run that module of this folder in all three processes; what each found, by its name in `RUNS`."""
     command = [sys.executable, "-m", f"tests.integration.{module}", "--models", str(folder), "--out", str(folder)]
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder / "extensions"), "OMP_NUM_THREADS": "1"}
-    ports = {1: _free_port(), 2: _free_port()}
+    ports = {1: free_port(), 2: free_port()}
     members = [(1, 0), (2, 0), (2, 1)]
     processes = []
     try:

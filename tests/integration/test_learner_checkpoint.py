@@ -7,7 +7,6 @@ begin a run from the weights (`checkpoint_ranks.py`); the tests read what they f
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch
 
 from tests.integration.checkpoint_ranks import CASES, KL_COEFFICIENT, Case, draws, saved_cases, seed_streams
 from tests.integration.test_learner import relative
+from tests.ports import free_port
 from tests.tiny import make_tiny_model, make_tiny_reward_model
 
 DEADLINE_S = 550
@@ -61,18 +61,12 @@ whole = pytest.mark.parametrize("saved", [one for one in _all_saved() if not one
 sharded = pytest.mark.parametrize("saved", [one for one in _all_saved() if one.values[0].case.stage == 3])
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run_ranks(folder: Path, phase: str, full: bool) -> dict[tuple[int, int], dict[str, Any]]:
     """Run one phase in all three processes; what each found, by its world size and rank."""
     command = [sys.executable, "-m", "tests.integration.checkpoint_ranks", "--phase", phase]
     command += ["--models", str(folder), "--out", str(folder), *(["--full"] if full else [])]
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder / "extensions"), "OMP_NUM_THREADS": "1"}
-    ports = {1: _free_port(), 2: _free_port()}
+    ports = {1: free_port(), 2: free_port()}
     processes = []
     try:
         for world, rank in MEMBERS:

@@ -13,8 +13,11 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "rlhf"
 
 # What every room but `config` may import. `cluster.process` ties a process to the life of its parent, which rooms that
-# start processes of their own need, and `cluster.disk` syncs what the rooms that write files have written.
-COMMON = {"config", "trajectories", "tracking.spans", "cluster.wait", "cluster.process", "cluster.disk"}
+# start processes of their own need, `cluster.disk` syncs what the rooms that write files have written, and
+# `cluster.ports` is for those whose processes meet.
+COMMON = {"config", "trajectories", "tracking.spans"} | {
+    f"cluster.{name}" for name in ("wait", "process", "disk", "ports")
+}
 # What a room may import besides. A room that is not listed, or a file outside the rooms, is a mistake.
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
