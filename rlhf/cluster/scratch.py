@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import getpass
 import os
 import shutil
 import tempfile
@@ -57,9 +58,24 @@ _held: list[BinaryIO] = []
 def use(folder: Path) -> None:
     """Have this process and its children make their temporary files in `folder`, which it holds until it ends."""
     _held.append(hold(folder))
-    # A cache that the next run wants as well.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.geteuid()}")
+    _share_compiled(folder)
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+
+
+def _share_compiled(folder: Path) -> None:
+    """Keep what torch compiles where the next run finds it: some seconds of g++ at an engine's first request.
+
+    The variable is not enough, since precompiled headers go to the default place whatever it says.
+    """
+    try:
+        name = f"torchinductor_{getpass.getuser()}"
+    except (KeyError, OSError):
+        name = f"torchinductor_uid_{os.getuid()}"
+    cache = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/{name}"))
+    # Without it there is only more to compile.
+    with contextlib.suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(cache)
 
 
 def remove(folder: Path) -> bool:

@@ -345,6 +345,11 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     }
     if spec.tensor_parallel > 1:
         arguments["distributed_executor_backend"] = "mp"
+    elif spec.device == "cpu":
+        # In one process with EngineCore. vLLM would replace the short name, "uni", by a worker process of its own, to
+        # set OpenMP's environment there, which is set already; the two wait for each other in loops, on the cores that
+        # the model needs.
+        arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     if spec.device == "cpu":
         # Compilation costs a minute at start and gains nothing at these sizes.
         arguments |= {

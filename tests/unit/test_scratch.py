@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,25 @@ def test_a_process_and_its_children_use_the_folder_until_it_is_killed(base: Path
     process.kill()
     process.wait(20)
     assert remove(folder)
+
+
+def test_what_torch_compiles_outlives_the_run(base: Path) -> None:
+    folder = scratch_of("0123456789abcdef")
+    compiles = """
+import sys, torch
+from pathlib import Path
+from rlhf.cluster import scratch
+scratch.use(Path(sys.argv[1]))
+scratch.use(Path(sys.argv[1]))  # a child that inherits the environment
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+for name, parent in (("kernel", cache_dir()), ("header", default_cache_dir())):
+    Path(parent, name).write_text("")
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"} | {"TMPDIR": str(base)}
+    subprocess.run([sys.executable, "-c", compiles, str(folder)], check=True, env=environment)
+    assert remove(folder)
+    (cache,) = base.iterdir()
+    assert sorted(file.name for file in cache.iterdir()) == ["header", "kernel"]
 
 
 def test_the_next_start_removes_a_runs_folder_that_nobody_uses_and_no_other(base: Path) -> None:
