@@ -64,7 +64,10 @@ class Member:
 
 
 class ActorFailed(RuntimeError):
-    """An actor raised or died. `signal` is the one that ended it, `cause` the exception that it raised, if known."""
+    """An actor raised, or is lost: it died or can't be reached any more.
+
+    `signal` is the one that ended it, `cause` the exception that it raised, if known.
+    """
 
     def __init__(
         self,
@@ -74,12 +77,12 @@ class ActorFailed(RuntimeError):
         rank: int | None = None,
         pid: int | None = None,
         signal: int | None = None,
-        died: bool = False,
+        lost: bool = False,
         cause: BaseException | None = None,
     ) -> None:
         super().__init__(message)
         self.role, self.rank, self.pid = role, rank, pid
-        self.signal, self.died, self.cause = signal, died, cause
+        self.signal, self.lost, self.cause = signal, lost, cause
 
 
 _members: dict[str, Member] = {}
@@ -109,10 +112,14 @@ def explain(error: BaseException, what: str) -> BaseException:
     if error.actor_init_failed:
         return _raised(str(error), None, what)
     member = _members.get(error.actor_id or "")
-    if isinstance(error, exceptions.ActorUnavailableError):
-        return ActorFailed(f"{member or 'an actor'} can't be reached during {what}: {error}")
     if member is None:
-        return ActorFailed(f"an actor died during {what}: {error}", died=True)
+        return ActorFailed(f"an actor was lost during {what}: {error}", lost=True)
+    if isinstance(error, exceptions.ActorUnavailableError):
+        # Its process may be there still, behind a broken connection; the calls that were under way are not.
+        message = (
+            f"{member} (pid {member.pid} on {member.hostname}) can't be reached during {_task(what, member)}: {error}"
+        )
+        return ActorFailed(message, role=member.role, rank=member.rank, pid=member.pid, lost=True)
     return _died(member, str(error), what)
 
 
@@ -164,7 +171,7 @@ def _died(member: Member, ray_text: str, what: str) -> ActorFailed:
     elif member.log:
         message += f"\n{member.log} is empty or can't be read from here."
     return ActorFailed(
-        message, role=member.role, rank=member.rank, pid=member.pid, signal=exit_signal(status), died=True
+        message, role=member.role, rank=member.rank, pid=member.pid, signal=exit_signal(status), lost=True
     )
 
 
@@ -203,7 +210,7 @@ class Supervisor:
             if member.closing:
                 return
             told = explain(error, "its work")
-            failed = told if isinstance(told, ActorFailed) else ActorFailed(f"{member}: {told}", died=True)
+            failed = told if isinstance(told, ActorFailed) else ActorFailed(f"{member}: {told}", lost=True)
             failed.__cause__ = error
             if taken_care is not None and taken_care(member, failed):
                 return

@@ -1,8 +1,8 @@
 """What a run does when one of its processes is lost: it starts its roles again and goes on from the last checkpoint.
 
 Invariants
-- Only losses are recovered from: a process that died, or that didn't answer by its deadline. What an actor raised
-  would be raised again, so it ends the run, as does a loss when `fault_tolerance.max_restarts` is used up.
+- Only losses are recovered from: a process that died, can't be reached, or didn't answer by its deadline. What an
+  actor raised would be raised again, so it ends the run, as does a loss when `fault_tolerance.max_restarts` is used up.
 - Everything of the attempt before has ended before the next one begins.
 - The next attempt begins from the newest checkpoint that can be loaded, or where the run itself began if there is none.
 """
@@ -73,4 +73,4 @@ class Recovery:
 
 def is_loss(error: BaseException) -> bool:
     """Whether a process was lost, and not something raised by code that would raise it again."""
-    return isinstance(error, DeadlineExceeded) or (isinstance(error, ActorFailed) and error.died)
+    return isinstance(error, DeadlineExceeded) or (isinstance(error, ActorFailed) and error.lost)

@@ -53,7 +53,7 @@ async def test_a_killed_actor_is_named_while_another_is_awaited(
     asyncio.get_running_loop().call_later(0.3, os.kill, pid, number)
     with pytest.raises(ActorFailed) as failed:
         await session.supervisor.guard(group.call_rank(0, "sleep", 300, what="policy update", deadline_s=600))
-    assert (failed.value.role, failed.value.rank, failed.value.pid, failed.value.died) == ("policy", 1, pid, True)
+    assert (failed.value.role, failed.value.rank, failed.value.pid, failed.value.lost) == ("policy", 1, pid, True)
     message = str(failed.value)
     assert f"policy rank 1 (pid {pid} on" in message
     assert "constructed rank 1" in message  # the last log lines
@@ -69,7 +69,7 @@ async def test_the_killed_actor_is_named_and_not_the_peer_that_it_took_along(ses
     asyncio.get_running_loop().call_later(0.3, os.kill, pid, signal.SIGKILL)
     with pytest.raises(ActorFailed) as failed:
         await session.supervisor.guard(group.call_rank(0, "fail_when_gone", pid, what="update", deadline_s=60))
-    assert (failed.value.rank, failed.value.died) == (1, True)
+    assert (failed.value.rank, failed.value.lost) == (1, True)
 
 
 async def test_a_call_to_a_killed_actor_names_it_without_a_guard(session: Session) -> None:
@@ -88,7 +88,7 @@ async def test_an_exception_gives_the_actors_own_traceback_at_once(session: Sess
     assert "raised during policy update: ValueError: loss is NaN" in message
     assert "cluster_actors.py" in message and 'raise ValueError("loss is NaN")' in message
     assert "/ray/" not in message and "\x1b" not in message
-    assert isinstance(failed.value.cause, ValueError) and not failed.value.died
+    assert isinstance(failed.value.cause, ValueError) and not failed.value.lost
 
 
 async def test_an_exception_in_a_constructor_ends_the_other_ranks(session: Session) -> None:
@@ -196,7 +196,7 @@ async def test_a_lost_actor_that_somebody_looks_after_does_not_end_the_work_and_
     async def work() -> list[int]:
         os.kill(old, signal.SIGKILL)
         rank, failure = await asyncio.wait_for(lost.get(), 30)
-        assert (rank, failure.rank, failure.died) == (1, 1, True)
+        assert (rank, failure.rank, failure.lost) == (1, 1, True)
         await group.replace(rank)
         return [(await group.call_rank(r, "whoami", what="who", deadline_s=60))[0] for r in (0, 1)]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf.cluster.agent import Agents
-from rlhf.cluster.supervision import ActorFailed, Member, Supervisor, own_traceback
+from rlhf.cluster.supervision import ActorFailed, Member, Supervisor, explain, forget, own_traceback, register
 from rlhf.cluster.wait import DeadlineExceeded, set_explainer, wait, wait_all
 
 
@@ -134,3 +134,17 @@ async def test_a_timeout_raised_by_an_actor_is_explained_too() -> None:
 async def test_each_of_several_waits_can_have_its_own_name() -> None:
     with pytest.raises(DeadlineExceeded, match="rank 1"):
         await wait_all([asyncio.sleep(0), asyncio.sleep(10)], what=["rank 0", "rank 1"], deadline_s=0.01)
+
+
+def test_an_actor_behind_a_broken_connection_is_lost_like_a_dead_one() -> None:
+    from ray.exceptions import ActorUnavailableError
+
+    one = member(None)
+    register(one)
+    try:
+        failed = explain(ActorUnavailableError("socket closed", bytes.fromhex(one.actor_id)), "update of step 3")
+    finally:
+        forget([one])
+    assert isinstance(failed, ActorFailed) and failed.lost
+    assert (failed.role, failed.rank, failed.pid) == ("policy", 1, 1234)
+    assert str(failed).startswith("policy rank 1 (pid 1234 on host) can't be reached during update of step 3: ")

@@ -11,7 +11,7 @@ from rlhf.trainers.recovery import Recovery
 from rlhf.trajectories import Prompt
 from tests.unit.configs import build
 
-LOST = ActorFailed("policy rank 1 was killed by SIGKILL", role="policy", rank=1, died=True)
+LOST = ActorFailed("policy rank 1 was killed by SIGKILL", role="policy", rank=1, lost=True)
 RAISED = ActorFailed("policy rank 0 raised", role="policy", rank=0, cause=ValueError("no"))
 
 
