@@ -32,6 +32,8 @@ class Watched:
         self.files: set[str] = set()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TMPDIR", str(self.temp))
+            # What torch compiled is for the next run: it stays, and by default among the temporary files.
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "compiled"))
             self.command = Command(tiny_config(model, folder / "runs", name), folder, *overrides)
         self.outcome: Outcome | None = None
 
