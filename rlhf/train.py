@@ -116,7 +116,7 @@ def _dry_run(config: Config) -> int:
     from rlhf.cluster.model_shape import ModelShapes, UnknownShape
     from rlhf.cluster.needs import needs, render_table
     from rlhf.cluster.preflight import Refused, local_resources, preflight, resolve_device
-    from rlhf.config.threads import render_threads
+    from rlhf.config.threads import render_threads, usable_cores
 
     try:
         shapes = ModelShapes.of(config)
@@ -137,7 +137,7 @@ def _dry_run(config: Config) -> int:
     whole = required(device)
     sys.stdout.write(f"{dump_config(config)}\n{render_table(whole, str(resources))}\n")
     if device == "cpu":
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         sys.stdout.write(f"{render_threads(config, cores, [pool.pool for pool in whole.pools])}\n")
     if refusal:
         sys.stdout.write(f"\nOn this machine alone the run would be refused:\n{refusal}\n")

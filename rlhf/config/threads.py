@@ -7,10 +7,16 @@ share the cores: the ranks of policy and critic, a scorer's ranks, the workers o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 from rlhf.config.catalogue import needs_critic
 from rlhf.config.schema import Config
+
+
+def usable_cores() -> int:
+    """Cores that this process may use; less than the machine's under `taskset` or in a container."""
+    return len(os.sched_getaffinity(0))
 
 
 def threads(config: Config, cores: int) -> dict[str, int]:

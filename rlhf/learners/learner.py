@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rlhf.batching import LearnerSample, ScoredColumns
 from rlhf.config.schema import Config, LearnerConfig
-from rlhf.config.threads import threads
+from rlhf.config.threads import threads, usable_cores
 from rlhf.tracking.spans import Span, recorder, span
 
 if TYPE_CHECKING:
@@ -85,8 +84,8 @@ class Learner(ABC):
         from rlhf.models.distributed import join_process_group, seed_random_streams, set_up_compute
         from rlhf.models.sequence import join_sequence_group
 
-        cores = len(os.sched_getaffinity(0))
-        set_up_compute(self._device, self._config.run.deterministic, threads(self._config, cores)[self.role])
+        count = threads(self._config, usable_cores())[self.role]
+        set_up_compute(self._device, self._config.run.deterministic, count)
         # One stream for ranks that share rows: their losses have to be the same, also one of the user's that draws.
         seed_random_streams(self._config.run.seed, self.role, self._rank // self.settings.sequence_parallel)
         with span(f"{self.role}/setup"):

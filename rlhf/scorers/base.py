@@ -10,14 +10,13 @@ Invariants
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from rlhf.batching import LearnerSample, fetch_columns
 from rlhf.config.schema import Config
-from rlhf.config.threads import threads
+from rlhf.config.threads import threads, usable_cores
 from rlhf.tracking.spans import Span, recorder, span
 from rlhf.trajectories import Columns
 
@@ -72,8 +71,8 @@ class Scorer(Generic[Score]):
         from rlhf.models.arrangement import Arrangement
         from rlhf.models.distributed import set_up_compute
 
-        cores = len(os.sched_getaffinity(0))
-        set_up_compute(self._device, self._config.run.deterministic, threads(self._config, cores)[self._settings.role])
+        count = threads(self._config, usable_cores())[self._settings.role]
+        set_up_compute(self._device, self._config.run.deterministic, count)
         with span(f"{self._settings.role}/setup"):
             if self._settings.sharded:
                 self._model = self._load_sharded(master)

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf.algorithms.catalogue import has_reference_pool, needs_critic
 from rlhf.cluster.actors import Arguments
 from rlhf.config.schema import Config
-from rlhf.config.threads import threads
+from rlhf.config.threads import threads, usable_cores
 from rlhf.learners.critic import CriticLearner
 from rlhf.learners.policy import PolicyLearner
 from rlhf.rewards.actor import RewardActor
@@ -82,6 +82,6 @@ def engine_environment(config: Config, device: str) -> dict[str, str]:
     """
     environment = {"VLLM_NO_USAGE_STATS": "1"}
     if device == "cpu":
-        count = threads(config, len(os.sched_getaffinity(0)))["rollout"]
+        count = threads(config, usable_cores())["rollout"]
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(count)}
     return environment
