@@ -118,7 +118,8 @@ def summarise(runs: Sequence[Mapping[str, Any]], useful: int) -> dict[str, Any]:
     if "reported" in runs[0]:
         reported = {name: statistics.median(r["reported"][name] for r in runs) for name in runs[0]["reported"]}
         figures["reported"] = reported
-        figures["clock_over_reported"] = seconds * reported["useful_tokens_per_second"] / useful
+        clocks = [zip(r["seconds"], r["reported_seconds"], strict=True) for r in runs]
+        figures["clock_over_reported"] = statistics.median(own / theirs for run in clocks for own, theirs in run)
     return figures
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rlhf.batching import LearnerSample
+from rlhf.batching.plan import unique_tokens
 from rlhf.cluster.model_shape import ModelShape
 from rlhf.config.schema import Config
 from rlhf.trajectories import Columns
@@ -125,17 +126,20 @@ def run_learner(job: Job, samples: list[LearnerSample], rank: int, port: int) ->
         seconds.append(time.perf_counter() - started)
         passes.append(sum(s.seconds for s in result.spans if s.name == "policy/forward_backward"))
         reported.append(result.metrics)
+    useful = unique_tokens(sample.length for sample in samples)
     found = {
         "passes": passes,
         "seconds": seconds,
         "grad_norm": first["policy/grad_norm"],
         "operations": learner._zero.operations.total(sample.length for sample in samples),
         "matrix_rate": learner._zero.matrix_rate,
+        # Seconds of the same updates by the learner's own metrics.
+        "reported_seconds": [useful / metrics["policy/useful_tokens_per_second"] for metrics in reported],
         "attention": learner.module.config._attn_implementation,
         "threads": torch.get_num_threads(),
         "reported": {
             name: statistics.median(metrics[f"policy/{name}"] for metrics in reported)
-            for name in ("useful_tokens_per_second", "padding_fraction", "duplicate_fraction", "mfu", "loss")
+            for name in ("useful_tokens_per_second", "padding_fraction", "duplicate_fraction", "mfu")
         },
     }
     learner.close()
