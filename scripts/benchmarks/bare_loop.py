@@ -1,15 +1,17 @@
 """A training loop of plain PyTorch: the peer that `learner.py` compares with.
 
-The model is transformers' own with `sdpa` attention. A micro-batch is one of three layouts:
+The model is transformers' own with `sdpa` attention. A micro-batch is one of four layouts:
 
-- `padded`  a rectangle, every sample with its own prompt, filled up on the right to the longest. Samples are sorted by
-            length first, so little is filled up, and there is no mask: under a causal one nobody sees what comes later.
-- `mask`    one packed row without any padding, with a block-diagonal causal mask.
+- `plain`   a rectangle as in a textbook: samples in the order of the batch, each with its own prompt and filled up on
+            the right to the longest, with an attention mask, and logits at every position.
+- `padded`  a better rectangle: samples sorted by length, so that little is filled up; no mask, since under a causal one
+            nobody sees what comes later; and logits only where a response token is predicted.
+- `mask`    one packed row without any padding, with a block-diagonal causal mask, and logits as above.
 - `split`   the same row, with one causal call of attention for each sequence: nothing is computed that a mask hides.
 
-The head is applied to the positions that predict a response token only. Weights and gradients are in the compute dtype,
-and AdamW works on float32 masters, whose gradients are cast once an optimizer step. It is meant to be fast: nothing is
-checked, nothing but the norm is measured, and no activation is computed again.
+Weights and gradients are in the compute dtype, and AdamW works on float32 masters, whose gradients are cast once an
+optimizer step. It is meant to be fast: nothing is checked, nothing but the norm is measured, and no activation is
+computed again.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rlhf.batching import CostModel, LearnerSample, MicroBatch, plan, plan_packed
+from rlhf.batching import CostModel, LearnerSample, MicroBatch, SampleLength, plan, plan_packed
 
-Layout = Literal["padded", "mask", "split"]
-LAYOUTS: tuple[Layout, ...] = ("padded", "mask", "split")
+Layout = Literal["plain", "padded", "mask", "split"]
+RECTANGLES: tuple[Layout, ...] = ("plain", "padded")
 SPLIT_ATTENTION = "one_call_a_sequence"
 MAX_GRAD_NORM = 1.0
 
@@ -45,6 +47,17 @@ def pad(sequences: Sequence[Sequence[int]]) -> Tensor:
     """Sequences as a rectangle [B, L], filled up with token 0 on the right."""
     tensors = [torch.tensor(sequence) for sequence in sequences]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+
+
+def in_order(lengths: Sequence[SampleLength], max_tokens: int) -> list[MicroBatch]:
+    """Cut samples, in their order, into rectangles of at most `max_tokens`; one that is longer stands alone."""
+    rows: list[list[SampleLength]] = [[]]
+    for length in lengths:
+        longest = max(other.tokens for other in [*rows[-1], length])
+        if rows[-1] and longest * (len(rows[-1]) + 1) > max_tokens:
+            rows.append([])
+        rows[-1].append(length)
+    return [MicroBatch(tuple(row)) for row in rows]
 
 
 def block_mask(lengths: Sequence[int]) -> Tensor:
@@ -89,12 +102,13 @@ class BareLoop:
     def micro_batches(self, samples: Sequence[LearnerSample]) -> list[MicroBatch]:
         """The samples in as few micro-batches as the cap allows, as this layout lays them out."""
         # Each with its own prompt, whatever its group.
-        lengths = [sample.length for sample in samples]
+        lengths = [SampleLength(s.sample_id, index, s.total_tokens, s.prompt_tokens) for index, s in enumerate(samples)]
+        if self._layout == "plain":
+            return in_order(lengths, self._max_tokens)
         if self._layout == "padded":
             found = plan(lengths, 1, 1, self._max_tokens)
         else:
-            alone = [type(s)(s.sample_id, index, s.tokens, s.prompt_tokens) for index, s in enumerate(lengths)]
-            found = plan_packed(alone, 1, 1, self._max_tokens, CostModel(1.0, 0.0))
+            found = plan_packed(lengths, 1, 1, self._max_tokens, CostModel(1.0, 0.0))
         return [micro_batch for micro_batch in found.minibatches[0].ranks[0] if micro_batch.samples]
 
     def update(self, samples: Sequence[LearnerSample]) -> Timed:
@@ -113,10 +127,8 @@ class BareLoop:
         """The sum of -advantage x log-prob over the response tokens of a micro-batch."""
         ids: list[Any] = [sample.columns.token_ids.tolist() for sample in samples]  # type: ignore[union-attr]
         hidden_PH = self._hidden(ids)
-        width = max(map(len, ids)) if self._layout == "padded" else 0
-        starts = [index * width for index in range(len(ids))]
-        if self._layout != "padded":
-            starts = [sum(map(len, ids[:index])) for index in range(len(ids))]
+        rows = [max(map(len, ids))] * len(ids) if self._layout in RECTANGLES else list(map(len, ids))
+        starts = [sum(rows[:index]) for index in range(len(rows))]
         predict, targets, advantages = [], [], []
         for start, sample, tokens in zip(starts, samples, ids, strict=True):
             first, end = sample.prompt_tokens, sample.total_tokens
@@ -124,20 +136,23 @@ class BareLoop:
             targets += tokens[first:]
             scores: Any = sample.scores["advantages"]
             advantages += scores[sample.sample_id][first:].tolist()
-        logits = self.model.get_output_embeddings()(hidden_PH[predict]).float()
+        head = self.model.get_output_embeddings()
+        logits = (head(hidden_PH)[predict] if self._layout == "plain" else head(hidden_PH[predict])).float()
         losses = functional.cross_entropy(logits, torch.tensor(targets), reduction="none")
         return (torch.tensor(advantages) * losses).sum()
 
     def _hidden(self, ids: Sequence[Sequence[int]]) -> Tensor:
         """Last hidden states [P, H] of all positions of the micro-batch, rows one after the other."""
         lengths = [len(tokens) for tokens in ids]
-        if self._layout == "padded":
+        if self._layout in RECTANGLES:
             inputs: dict[str, Any] = {"input_ids": pad(ids)}
         else:
             inputs = {
                 "input_ids": torch.tensor([token for tokens in ids for token in tokens])[None],
                 "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
             }
+        if self._layout == "plain":
+            inputs["attention_mask"] = pad([[1] * length for length in lengths])
         if self._layout == "mask":
             inputs["attention_mask"] = block_mask(lengths)[None, None]
         if self._layout == "split":

@@ -159,9 +159,9 @@ def run_ranks(command: Sequence[str], ranks: int, *, what: str, deadline_s: floa
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """A port that is free now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 

@@ -11,7 +11,7 @@ import math
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -158,11 +158,14 @@ def run_bare(job: Job, samples: list[LearnerSample]) -> dict[str, Any]:
     loop = BareLoop(Path(job.model), job.dtype, job.layout, job.max_tokens, LEARNING_RATE)  # type: ignore[arg-type]
     first = loop.update(samples)
     timed = [loop.update(samples) for _ in range(job.updates)]
+    operations, lengths = Operations.of(SimpleNamespace(lm=loop.model)), [sample.length for sample in samples]
+    own_prompts = [replace(length, group_id=index) for index, length in enumerate(lengths)]
     return {
         "passes": [update.passes for update in timed],
         "seconds": [update.seconds for update in timed],
         "grad_norm": first.grad_norm,
-        "operations": Operations.of(SimpleNamespace(lm=loop.model)).total(sample.length for sample in samples),
+        "operations": operations.total(lengths),
+        "operations_own_prompts": operations.total(own_prompts),
         "matrix_rate": matrix_rate(torch.device("cpu"), DTYPES[job.dtype]),
         "attention": loop.attention,
         "threads": torch.get_num_threads(),

@@ -390,7 +390,7 @@ def test_runs_of_the_learner_benchmark_alternate_between_the_sides(
     monkeypatch.setattr(learner, "run", record)
     options = ["--model", str(tiny_untied), "--workloads", "groups", "--lengths", "constant", "--stages", "2"]
     learner.measure(learner.parse([*options, "--ranks", "1", "--rounds", "2"]))
-    assert order == ["bare, padded", "ZeRO 2, 1 rank"] * 2
+    assert order == ["bare, plain", "bare, padded", "ZeRO 2, 1 rank"] * 2
 
 
 def test_figures_of_a_learners_side_are_medians_over_all_runs() -> None:
@@ -417,9 +417,10 @@ def test_packed_ratio_is_against_the_faster_bare_loop_and_the_lowest_of_a_stage_
         "ZeRO 2, 1 rank": side(380),
         "ZeRO 2, 2 ranks": side(360),
     }
-    grouped = learner.with_ratios({"bare, padded": side(100), "ZeRO 2, 1 rank": side(320)})
+    grouped = learner.with_ratios({"bare, plain": side(80), "bare, padded": side(100), "ZeRO 2, 1 rank": side(320)})
     lowest = learner.headlines({("groups", "constant"): grouped, ("alone", "constant"): learner.with_ratios(rows)})
     assert lowest == {
+        "ratio_vs_plain": 4.0,  # 320 / 80
         "ratio_vs_padded": 3.2,  # 320 / 100
         "ratio_vs_packed_zero2": 0.9,  # 360 / 400; nothing was measured at ZeRO 3
         "mfu": 0.32,
@@ -438,7 +439,14 @@ def test_block_mask_shows_each_token_its_own_sequence_up_to_itself() -> None:
     assert bare_loop.block_mask([2, 2]).int().tolist() == expected
 
 
-@pytest.mark.parametrize("layout", ["mask", "split"])
+def test_plain_rectangles_keep_the_order_of_the_batch_and_the_cap() -> None:
+    lengths = [SampleLength(str(index), 0, tokens) for index, tokens in enumerate((3, 4, 5, 2, 11))]
+    # 2 x 4 fits into 10 and 3 x 5 doesn't; 2 x 5 does; 11 is alone longer than that.
+    found = bare_loop.in_order(lengths, 10)
+    assert [micro_batch.sample_ids for micro_batch in found] == [("0", "1"), ("2", "3"), ("4",)]
+
+
+@pytest.mark.parametrize("layout", ["plain", "mask", "split"])
 def test_bare_loops_of_every_layout_have_the_same_gradient(tiny_untied: Path, layout: Any) -> None:
     samples = learner_side.make_samples(learner_job(lengths="log-normal", prompts=2, samples=3), vocabulary=104)
     norms = [
