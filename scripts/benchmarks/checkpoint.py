@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import socket
 import statistics
 import sys
 import tempfile
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import MODEL, environment, finish, machine, markdown, say_machine, show, threads, versions
+from common import MODEL, environment, finish, free_port, machine, markdown, say_machine, show, threads, versions
 
 from rlhf.batching import LearnerSample
 from rlhf.config.schema import Config
@@ -65,11 +64,8 @@ def samples() -> list[LearnerSample]:
 
 def start(config: Config, device: Any) -> PolicyLearner:
     """The learner after one update."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
     learner = PolicyLearner(config, 0, 1, device)
-    learner.setup(("127.0.0.1", port))
+    learner.setup(("127.0.0.1", free_port()))
     learner.update(1, samples())
     return learner
 

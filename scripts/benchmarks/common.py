@@ -6,9 +6,11 @@ import importlib.metadata
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,26 @@ def last_json(output: str, *, what: str) -> dict[str, Any]:
     if not isinstance(result, dict):
         raise BenchmarkError(f"{what}: its last line is not a JSON object\n{_last_lines(output)}")
     return result
+
+
+def run_ranks(command: Sequence[str], ranks: int, *, what: str, deadline_s: float) -> list[dict[str, Any]]:
+    """Run a command in `ranks` processes at once, each with its `--rank` and the `--port` they meet at; their JSON."""
+    port = free_port()
+
+    def one(rank: int) -> dict[str, Any]:
+        name = f"{what}, rank {rank}" if ranks > 1 else what
+        place = ["--rank", str(rank), "--port", str(port)]
+        return last_json(run_child([*command, *place], what=name, deadline_s=deadline_s), what=name)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(one, range(ranks)))
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

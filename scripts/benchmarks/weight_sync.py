@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import socket
 import statistics
 import sys
 import time
@@ -34,6 +33,7 @@ from common import (
     BenchmarkError,
     environment,
     finish,
+    free_port,
     machine,
     markdown,
     say_machine,
@@ -237,13 +237,6 @@ def bench_config(model: Path, dtype: str, engines: int) -> Config:
             "algorithm": {"correction": {"method": "none"}},
         }
     )
-
-
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 async def measure(fleet: Fleet, count: int, rounds: int) -> tuple[dict[str, float], WeightSync]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from rlhf.batching import CostModel, SampleLength, plan_packed
+from rlhf.batching.plan import unique_tokens
+from rlhf.cluster.needs import DeviceBytes
 from rlhf.config import Config, dump_config, load_config
 from rlhf.rollout.pool import RolloutPool
 from rlhf.rollout.types import Completion, GenerationRequest
@@ -20,7 +24,12 @@ from rlhf.trajectories import Prompt, PromptDraw
 # They are scripts, started by their path, and import what they share as a script does.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "benchmarks"))
 import algorithms
+import bare_loop
 import common
+import learner
+import learner_side
+import memory
+import planner
 import rollout
 import step_time
 
@@ -335,3 +344,184 @@ def test_last_line_of_the_algorithms_benchmark_has_every_curve(
     assert run["rewards"] == [0.25, 0.5]
     assert run["held_out"] == {"before": 0.125, "after": 0.5}
     assert "| gae, seed 3 | 0.250 | 0.500 | 12.5% | 50.0% | 15.0 s |" in output
+
+
+def learner_job(**changes: Any) -> learner_side.Job:
+    """The first side that the learner benchmark would start, a bare loop, with these fields changed."""
+    (job, *_) = learner.jobs(learner.parse([]), "groups", "constant")
+    return dataclasses.replace(job, **changes)
+
+
+def test_reference_step_of_the_learner_benchmark_has_1584_useful_tokens() -> None:
+    samples = learner_side.make_samples(learner_job(), vocabulary=50)
+    assert unique_tokens(sample.length for sample in samples) == 1584  # 8 x 46 + 64 x 19
+    (shared,) = {sample.columns.token_ids[:46].tobytes() for sample in samples[:8]}  # type: ignore[union-attr]
+    assert samples[8].columns.token_ids[:46].tobytes() != shared  # type: ignore[union-attr]
+
+
+def test_samples_alone_have_a_prompt_each() -> None:
+    samples = learner_side.make_samples(learner_job(workload="alone"), vocabulary=50)
+    assert unique_tokens(sample.length for sample in samples) == 4160  # 64 x (46 + 19)
+
+
+def test_log_normal_lengths_have_the_mean_that_was_asked_for_and_every_side_gets_the_same() -> None:
+    drawn = learner_side.response_lengths(learner_job(lengths="log-normal", prompts=2000))
+    assert sum(drawn) / len(drawn) == pytest.approx(19, rel=0.02)
+    assert min(drawn) >= 1
+    assert drawn == learner_side.response_lengths(learner_job(lengths="log-normal", prompts=2000, layout=None, ranks=2))
+
+
+def test_sides_of_a_learner_workload_are_its_bare_loops_and_every_stage_with_every_number_of_ranks() -> None:
+    sides = [job.side for job in learner.jobs(learner.parse(["--ranks", "1", "2"]), "alone", "constant")]
+    ours = ["ZeRO 2, 1 rank", "ZeRO 2, 2 ranks", "ZeRO 3, 1 rank", "ZeRO 3, 2 ranks"]
+    assert sides == ["bare, mask", "bare, split", *ours]
+
+
+def test_runs_of_the_learner_benchmark_alternate_between_the_sides(
+    tiny_untied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def record(job: learner_side.Job) -> dict[str, Any]:
+        order.append(job.side)
+        times = {"passes": [1.0], "seconds": [2.0], "operations": 1.0, "matrix_rate": 1.0}
+        return {**times, "attention": "", "threads": 1, "grad_norm": 1.0}
+
+    monkeypatch.setattr(learner, "run", record)
+    options = ["--model", str(tiny_untied), "--workloads", "groups", "--lengths", "constant", "--stages", "2"]
+    learner.measure(learner.parse([*options, "--ranks", "1", "--rounds", "2"]))
+    assert order == ["bare, plain", "bare, padded", "ZeRO 2, 1 rank"] * 2
+
+
+def test_figures_of_a_learners_side_are_medians_over_all_runs() -> None:
+    def made_up(seconds: list[float]) -> dict[str, Any]:
+        times = {"passes": [s / 2 for s in seconds], "seconds": seconds, "operations": 600.0, "matrix_rate": 1000.0}
+        own = {"reported": {"mfu": 0.5}, "reported_seconds": [0.8 * s for s in seconds]}
+        return {**times, **own, "attention": "sdpa", "threads": 2, "grad_norm": 1.0}
+
+    found = learner.summarise([made_up([1.0, 2.0, 9.0]), made_up([2.0, 2.0, 1.0])], useful=100)
+    assert found["seconds"] == 2.0  # of 1, 1, 2, 2, 2, 9
+    assert found["useful_tokens_per_second"] == 50.0  # 100 / 2
+    assert found["mfu"] == pytest.approx(0.6)  # 600 / 1 s / 1000
+    assert found["mfu_with_optimizer"] == pytest.approx(0.3)  # 600 / 2 s / 1000
+    assert found["clock_over_reported"] == pytest.approx(1.25)  # 1 / 0.8
+
+
+def test_packed_ratio_is_against_the_faster_bare_loop_and_the_lowest_of_a_stage_counts() -> None:
+    def side(rate: float) -> dict[str, Any]:
+        return {"useful_tokens_per_second": rate, "mfu": rate / 1000, "mfu_with_optimizer": rate / 2000}
+
+    rows = {
+        "bare, mask": side(200),
+        "bare, split": side(400),
+        "ZeRO 2, 1 rank": side(380),
+        "ZeRO 2, 2 ranks": side(360),
+    }
+    grouped = learner.with_ratios({"bare, plain": side(80), "bare, padded": side(100), "ZeRO 2, 1 rank": side(320)})
+    lowest = learner.headlines({("groups", "constant"): grouped, ("alone", "constant"): learner.with_ratios(rows)})
+    assert lowest == {
+        "ratio_vs_plain": 4.0,  # 320 / 80
+        "ratio_vs_padded": 3.2,  # 320 / 100
+        "ratio_vs_packed_zero2": 0.9,  # 360 / 400; nothing was measured at ZeRO 3
+        "mfu": 0.32,
+        "mfu_with_optimizer": 0.16,
+    }
+
+
+def test_sides_with_different_gradients_are_refused() -> None:
+    learner.check_same_work({"bare, padded": {"grad_norm": 1.0}, "ZeRO 2, 1 rank": {"grad_norm": 1.04}})
+    with pytest.raises(common.BenchmarkError, match="don't do the same work"):
+        learner.check_same_work({"bare, padded": {"grad_norm": 1.0}, "ZeRO 2, 1 rank": {"grad_norm": 1.06}})
+
+
+def test_block_mask_shows_each_token_its_own_sequence_up_to_itself() -> None:
+    expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    assert bare_loop.block_mask([2, 2]).int().tolist() == expected
+
+
+def test_plain_rectangles_keep_the_order_of_the_batch_and_the_cap() -> None:
+    lengths = [SampleLength(str(index), 0, tokens) for index, tokens in enumerate((3, 4, 5, 2, 11))]
+    # 2 x 4 fits into 10 and 3 x 5 doesn't; 2 x 5 does; 11 is alone longer than that.
+    found = bare_loop.in_order(lengths, 10)
+    assert [micro_batch.sample_ids for micro_batch in found] == [("0", "1"), ("2", "3"), ("4",)]
+
+
+@pytest.mark.parametrize("layout", ["plain", "mask", "split"])
+def test_bare_loops_of_every_layout_have_the_same_gradient(tiny_untied: Path, layout: Any) -> None:
+    samples = learner_side.make_samples(learner_job(lengths="log-normal", prompts=2, samples=3), vocabulary=104)
+    norms = [
+        bare_loop.BareLoop(tiny_untied, "float32", which, 256, 1e-5).update(samples).grad_norm
+        for which in ("padded", layout)
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+def test_ranks_of_a_benchmark_run_at_once_and_know_their_place() -> None:
+    # Each of the two waits for the other at the port that both were told.
+    code = """
+import json, socket, sys
+rank, port = int(sys.argv[2]), int(sys.argv[4])
+if rank == 0:
+    with socket.create_server(("127.0.0.1", port)) as server:
+        server.settimeout(30)
+        server.accept()
+else:
+    for attempt in range(300):
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            break
+        except OSError:
+            __import__("time").sleep(0.1)
+print(json.dumps({"rank": rank}))
+"""
+    found = common.run_ranks([sys.executable, "-c", code], 2, what="ranks", deadline_s=60)
+    assert found == [{"rank": 0}, {"rank": 1}]
+
+
+def test_memory_micro_batches_are_as_large_as_the_cap() -> None:
+    job = memory.make_job(memory.Setting(3, ranks=2), "unused", 2048)
+    samples = learner_side.make_samples(job, vocabulary=50)
+    # 128 + 8 x 240 = 2048, two for each of two ranks.
+    assert unique_tokens(sample.length for sample in samples) == 4 * 2048
+    layout = plan_packed([sample.length for sample in samples], 2, 1, 2048, CostModel(1.0, 0.0))
+    assert [[m.unique_tokens for m in rank] for rank in layout.minibatches[0].ranks] == [[2048] * 2] * 2
+
+
+@pytest.mark.parametrize("setting", memory.SETTINGS)
+def test_every_memory_setting_is_a_valid_configuration(tiny_untied: Path, setting: memory.Setting) -> None:
+    policy = memory.make_config(setting, memory.make_job(setting, str(tiny_untied), 512)).policy
+    assert (policy.zero_stage, policy.ranks, policy.offload) == (setting.stage, setting.ranks, setting.offload)
+    assert policy.activation_checkpointing == setting.checkpointing
+    assert (policy.lora is None) == (setting.lora == 0)
+
+
+def test_memory_above_idle_is_that_of_the_rank_that_held_most_above_its_own() -> None:
+    ranks = [
+        {"idle": 100, "peaks": {"setup": 150, "optimizer": 180}, "attention": "", "threads": 1},
+        {"idle": 50, "peaks": {"setup": 140, "optimizer": 120}, "attention": "", "threads": 1},
+    ]
+    found = memory.compare(ranks, DeviceBytes(weights=60, optimizer=40, sync_buckets=20))
+    assert found["measured"] == 90  # 140 - 50, more than 180 - 100
+    assert found["ratio"] == 0.75  # of 60 + 40 + 20
+    assert found["ratio_without_sync"] == 0.9  # of 60 + 40
+    assert memory.worst({"one": found, "other": {"ratio": 1.125}}, "ratio") == 0.25
+
+
+def test_planned_costs_are_those_of_every_rank() -> None:
+    samples = [SampleLength(str(index), index, tokens) for index, tokens in enumerate((4, 3, 3, 2))]
+    costs = planner.rank_costs(plan_packed(samples, 2, 1, 100, CostModel(1.0, 0.0)), CostModel(1.0, 0.0))
+    assert sorted(costs) == [6.0, 6.0]  # 4 + 2 and 3 + 3
+
+
+def test_no_plan_is_more_even_than_its_largest_sample_allows() -> None:
+    found = planner.outcome([10.0, 6.0, 8.0], 0.1, largest=10.0)
+    # Of the mean 8: (10 - 6) / 8, 10 / 8 - 1, and the largest sample alone is as much as the highest rank.
+    assert found == planner.Outcome(seconds=0.1, spread=0.5, above_mean=0.25, floor=0.25)
+    assert planner.outcome([8.0, 8.0], 0.1, largest=5.0).floor == 0.0
+
+
+def test_planned_lengths_have_the_mean_that_was_asked_for_and_a_groups_samples_share_a_prompt() -> None:
+    samples = planner.lengths(planner.Batch(8, 50, 300, 0.6), 40_000, 8192, seed=0)
+    assert sum(sample.response_tokens for sample in samples) / 40_000 == pytest.approx(300, rel=0.02)
+    assert [sample.group_id for sample in samples[:17]] == [0] * 8 + [1] * 8 + [2]
+    assert {sample.prompt_tokens for sample in samples} == {50}
