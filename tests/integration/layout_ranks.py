@@ -33,6 +33,9 @@ class Rank:
         self, model: Path, layout: Layout, rank: int, port: int, wire_dtype: str, device: Literal["cpu", "cuda"] = "cpu"
     ) -> None:
         """Become a rank of a new learner, in the process group of the first one: DeepSpeed can't leave it."""
+        if self.learner is not None:
+            # Its buffers, 200 MB at stage 3, don't go with the last reference.
+            self.learner.engine.destroy()
         policy = {"zero_stage": layout.stage, "ranks": layout.ranks, "learning_rate": 0.03}
         self.learner = PolicyLearner(make_config(model, policy=policy), rank, layout.ranks, device)
         self.learner.setup(("127.0.0.1", port))
