@@ -29,6 +29,10 @@ OPTIMIZER_BYTES = 3 * FLOAT32
 # Log-probs are computed in chunks of at most this many logits, a few float32 arrays of that size at a time.
 LOGIT_CHUNK = 1 << 25
 LOGIT_ARRAYS = 3
+# Elements: what ZeRO stage 3 has whole beside what it computes with (gathered ahead, and kept for a use that is near),
+# and the buffer that gradients are reduced from.
+NEAR_ELEMENTS = 100_000_000
+REDUCE_BUCKET_ELEMENTS = 50_000_000
 # vLLM's defaults: tokens of one forward pass, and sequences that are sampled from at a time.
 ENGINE_BATCH_TOKENS = 2048
 ENGINE_BATCH_SEQUENCES = 256
@@ -128,10 +132,13 @@ def needs(
 
     - policy weights: c P at ZeRO 1 and 2, c P / R at 3; gradients, accumulated in float32: 4 P at 1, 4 P / R at 2 and
       3; optimizer, float32 masters and two moments: 12 P / R (ZeRO paper, arXiv:1910.02054, section 5, table 1).
+      At 3 there are whole as well the largest part that is gathered at a time, one layer or the embedding, and 10^8
+      parameters that are ahead of their use or near the next one: c min(P, largest + 10^8).
     - policy activations, no recomputation: T L (2 (4 + c) h + c (2 h + 3 a + 3 k + 4 I)), which is the float32 input
       and the output of each norm, the residual stream, queries and keys before and after rotation, values, the
       attention output and four MLP arrays (after Korthikanti et al., arXiv:2205.05198, section 4); plus the logits
-      of one chunk and the float32 gradient of the output head.
+      of one chunk, the float32 gradient of the output head, and the float32 buffer that gradients are reduced from, of
+      5 10^7 elements: 1 and 2 fill no more than P of them, 3 has all, and sends a copy where there are other ranks.
       With activation checkpointing L layers become one, the one that is computed again, plus T L c h for the inputs of
       all (ibid., section 5).
       Offloaded optimizer state has its gradients twice, as they are added up and as the optimizer gets them: 8 P / R.
@@ -140,10 +147,9 @@ def needs(
       c (P + A) in place of c P; gradients and optimizer as above with A in place of P; no gradient of the output head;
       r outputs of each adapter more to keep for each token; and at a sync one merged matrix in float32.
     - critic: as the policy, with its own settings and P without the output head but with h for the value head; one
-      value a token instead of logits; at ZeRO 3 its weights have beside them the largest part that is gathered at a
-      time, one layer or the embedding.
+      value a token instead of logits.
     - reference: weights c P on every rank; activations of one layer, T c (4 h + 3 a + 3 k + 3 I), plus a logits chunk.
-      Sharded: weights c P / R plus the largest gathered part.
+      Sharded: weights as the policy's at ZeRO 3.
     - reward_model: as the reference in its own dtype, with P as the critic's, and no logits.
     - rollout, tensor parallel t: weights c P / t; one layer's activations at vLLM's batch size plus sampled logits;
       KV cache as configured on CPU; on a GPU the least that serves: the longest sequence, 2 L k c / t bytes a token.
@@ -192,9 +198,14 @@ def _tokens(config: Config, cap: int) -> int:
     return max(cap, _longest(config))
 
 
-def _gathered(shape: ModelShape, item: int) -> int:
-    """The largest part of a sharded model that is whole at a time."""
-    return item * max(shape.layer_parameters, shape.embedding_parameters)
+def _largest(shape: ModelShape) -> int:
+    """Parameters of the largest part of a sharded model that is gathered at a time."""
+    return max(shape.layer_parameters, shape.embedding_parameters)
+
+
+def _whole(shape: ModelShape, item: int, count: int) -> int:
+    """Bytes of those parts of a sharded model with `count` parameters that are whole at a time."""
+    return item * min(count, _largest(shape) + NEAR_ELEMENTS)
 
 
 def _with_scalar_head(shape: ModelShape) -> int:
@@ -205,17 +216,19 @@ def _with_scalar_head(shape: ModelShape) -> int:
 def _policy(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
     policy, item = config.policy, _itemsize(config)
     tokens = _share(_tokens(config, policy.max_tokens_per_microbatch), policy.sequence_parallel)
-    gathered = _gathered(shape, item) if policy.zero_stage == 3 else 0
     weights, gradients, optimizer = _states(policy, item, shape.parameters)
+    sharded = policy.zero_stage == 3
+    second_bucket = max(_bucket(config, shape), item * _largest(shape) if sharded else 0)
     activations = _training_layers(policy, shape, item, tokens) + _logits(shape, tokens)
     merged = 0
     if policy.lora is None:
-        activations += FLOAT32 * shape.embedding_parameters
+        activations += FLOAT32 * shape.embedding_parameters + _reduced(policy, shape.parameters)
         trained = weights
     else:
-        adapted = _adapted_layers(shape, policy.lora)
-        trained, gradients, optimizer = _states(policy, item, _adapter_parameters(shape, policy.lora))
+        adapted, count = _adapted_layers(shape, policy.lora), _adapter_parameters(shape, policy.lora)
+        trained, gradients, optimizer = _states(policy, item, count)
         weights += trained
+        activations += _reduced(policy, count)
         activations += tokens * shape.layers * item * policy.lora.rank * len(adapted)
         merged = FLOAT32 * max(inputs * outputs for inputs, outputs in adapted)
     pool = PoolNeeds(
@@ -223,11 +236,11 @@ def _policy(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
         policy.ranks,
         1,
         DeviceBytes(
-            weights=weights,
+            weights=weights + (_whole(shape, item, shape.parameters) if sharded else 0),
             gradients=gradients,
             optimizer=optimizer,
             activations=activations,
-            sync_buckets=_bucket(config, shape) + max(_bucket(config, shape), gathered) + merged,
+            sync_buckets=_bucket(config, shape) + second_bucket + merged,
             checkpoint=_copy(config, device, trained, optimizer),
         ),
         problems=_sequence_problems("policy", policy, shape),
@@ -250,16 +263,17 @@ def _adapter_parameters(shape: ModelShape, lora: LoraConfig) -> int:
 def _critic(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
     critic, item = config.critic, _itemsize(config)
     tokens = _share(_tokens(config, critic.max_tokens_per_microbatch), critic.sequence_parallel)
-    weights, gradients, optimizer = _states(critic, item, _with_scalar_head(shape))
+    count = _with_scalar_head(shape)
+    weights, gradients, optimizer = _states(critic, item, count)
     pool = PoolNeeds(
         "critic",
         critic.ranks,
         1,
         DeviceBytes(
-            weights=weights + (_gathered(shape, item) if critic.zero_stage == 3 else 0),
+            weights=weights + (_whole(shape, item, count) if critic.zero_stage == 3 else 0),
             gradients=gradients,
             optimizer=optimizer,
-            activations=_training_layers(critic, shape, item, tokens),
+            activations=_training_layers(critic, shape, item, tokens) + _reduced(critic, count),
             checkpoint=_copy(config, device, weights, optimizer),
         ),
         problems=_sequence_problems("critic", critic, shape),
@@ -295,6 +309,13 @@ def _states(learner: LearnerConfig, item: int, count: int) -> tuple[int, int, in
     )
 
 
+def _reduced(learner: LearnerConfig, count: int) -> int:
+    """Bytes of the buffer that gradients of `count` parameters are reduced from; stage 3 sends a copy of it."""
+    if learner.zero_stage == 3:
+        return FLOAT32 * REDUCE_BUCKET_ELEMENTS * (2 if learner.ranks > 1 else 1)
+    return FLOAT32 * min(count, REDUCE_BUCKET_ELEMENTS)
+
+
 def _training_layers(learner: LearnerConfig, shape: ModelShape, item: int, tokens: int) -> int:
     query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     per_layer = 2 * (FLOAT32 + item) * shape.hidden
@@ -311,7 +332,7 @@ def _forward_layer(shape: ModelShape, item: int, tokens: int) -> int:
 
 def _frozen_weights(shape: ModelShape, item: int, count: int, shards: int) -> int:
     """Bytes of `count` parameters on one of so many shards; 1 is a whole copy."""
-    return _share(item * count, shards) + (_gathered(shape, item) if shards > 1 else 0)
+    return _share(item * count, shards) + (_whole(shape, item, count) if shards > 1 else 0)
 
 
 def _reference(config: Config, shape: ModelShape) -> PoolNeeds:

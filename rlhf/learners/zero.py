@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from rlhf.config.schema import LearnerConfig
 from rlhf.learners.rate import matrix_rate
 from rlhf.models.arrangement import Arrangement
-from rlhf.models.distributed import PERSISTENT_ELEMENTS, register_borrowed
+from rlhf.models.distributed import GATHERING, register_borrowed
 from rlhf.models.load import DTYPES
 from rlhf.models.operations import Operations
 from rlhf.models.sequence import SequenceGroup
@@ -54,7 +54,7 @@ def deepspeed_config(learner: LearnerConfig, dtype: str) -> dict[str, Any]:
             "stage": learner.zero_stage,
             "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
             "overlap_comm": False,
-            "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
+            **GATHERING,
         },
         "steps_per_print": None,
         "wall_clock_breakdown": False,

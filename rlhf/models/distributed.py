@@ -16,9 +16,16 @@ from torch import nn
 
 from rlhf.cluster.ports import join_store, serve_store
 
-# Elements. Stage 3 keeps smaller parameters whole on every rank. 10,000 covers norms and biases and leaves every matrix
-# sharded.
-PERSISTENT_ELEMENTS = 10_000
+# Elements that stage 3 has whole on every rank beside the module that is computed: gathered ahead of their use, or kept
+# for a use that is near. By DeepSpeed's defaults a model of up to 1e9 stays whole once it was gathered.
+AHEAD_ELEMENTS, KEPT_ELEMENTS = 50_000_000, 50_000_000
+# What stage 3 gathers, and when it lets go of it. Parameters of fewer than 10,000 elements are never sharded: norms and
+# biases, and no matrix.
+GATHERING = {
+    "stage3_param_persistence_threshold": 10_000,
+    "stage3_prefetch_bucket_size": AHEAD_ELEMENTS,
+    "stage3_max_reuse_distance": KEPT_ELEMENTS,
+}
 
 
 def set_up_compute(device: Literal["cpu", "cuda"], deterministic: bool, threads: int) -> None:
@@ -101,7 +108,7 @@ def shard_for_inference(load: Callable[[], nn.Module], dtype: str) -> Any:
         # A required key without an effect here.
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": dtype == "bfloat16"},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS},
+        "zero_optimization": {"stage": 3, **GATHERING},
         "steps_per_print": None,
         "wall_clock_breakdown": False,
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rlhf.cluster import needs as needs_module
 from rlhf.cluster.needs import ModelShape, Needs, UnknownShape, needs, render_table, size
 from rlhf.cluster.preflight import Node, Refused, Resources, preflight, resolve_device
 from rlhf.config import Config, config_from_dict, load_config
@@ -101,7 +102,8 @@ def test_a_mixture_of_experts_is_refused() -> None:
         # 1272 parameters on 2 ranks: bfloat16 weights 2544, float32 gradients 5088, masters and moments 15264.
         (1, 2544, 5088, 7632),
         (2, 2544, 2544, 7632),
-        (3, 1272, 2544, 7632),
+        # The model is smaller than what may be whole at a time: 2544 more.
+        (3, 1272 + 2544, 2544, 7632),
     ],
 )
 def test_zero_stages_shard_optimizer_then_gradients_then_weights(
@@ -114,10 +116,37 @@ def test_zero_stages_shard_optimizer_then_gradients_then_weights(
 
 def test_policy_activations_follow_the_formula() -> None:
     # A layer and token: norms 2 x (4 + 2) x 8 = 96; 2 x (2 x 8 + 3 x 8 + 3 x 4 + 4 x 16) = 232; together 328.
-    # 32 tokens, 2 layers: 20992. Logits: 3 float32 arrays of 32 x 10: 3840. Head gradient: 4 x 80 = 320.
+    # 32 tokens, 2 layers: 20992. Logits: 3 float32 arrays of 32 x 10: 3840. Head gradient: 4 x 80 = 320. All gradients
+    # in the buffer that they are reduced from: 4 x 1272 = 5088.
     pool = needs(config(), SMALL).pool("policy")
     assert pool is not None
-    assert pool.bytes.activations == 20992 + 3840 + 320
+    assert pool.bytes.activations == 20992 + 3840 + 320 + 5088
+
+
+# Float32 buffers of 50 million elements; a rank that is alone sends nothing.
+@pytest.mark.parametrize(("stage", "ranks", "reduced"), [(2, 2, 5088), (3, 1, 200_000_000), (3, 2, 400_000_000)])
+def test_gradients_are_reduced_from_a_buffer(stage: int, ranks: int, reduced: int) -> None:
+    pool = needs(config(policy={"zero_stage": stage, "ranks": ranks}), SMALL).pool("policy")
+    assert pool is not None
+    assert pool.bytes.activations == 20992 + 3840 + 320 + reduced
+
+
+def test_of_a_large_model_only_a_part_is_whole_at_stage_3() -> None:
+    # SmolLM2 with 8 times the layers: 240 x 3,540,096 + 28,311,552 + 576 = 877,935,168 bfloat16 parameters, of which
+    # the embedding (28,311,552) and 100 million are whole.
+    shape = ModelShape.from_config({**SMOLLM2, "num_hidden_layers": 240}, "config.json")
+    assert shape.parameters == 877_935_168
+    pool = needs(config(policy={"zero_stage": 3, "ranks": 4}), shape).pool("policy")
+    assert pool is not None
+    assert pool.bytes.weights == 2 * 877_935_168 // 4 + 2 * 128_311_552
+
+
+def test_what_is_counted_for_stage_3_is_what_deepspeed_is_told() -> None:
+    from rlhf.learners import zero
+    from rlhf.models import distributed
+
+    assert needs_module.NEAR_ELEMENTS == distributed.AHEAD_ELEMENTS + distributed.KEPT_ELEMENTS
+    assert needs_module.REDUCE_BUCKET_ELEMENTS == zero.REDUCE_BUCKET_ELEMENTS
 
 
 def test_checkpointed_activations_are_the_inputs_of_all_layers_and_one_layer_in_full() -> None:
@@ -125,15 +154,15 @@ def test_checkpointed_activations_are_the_inputs_of_all_layers_and_one_layer_in_
     # 11520. Logits and the head's gradient as without.
     pool = needs(config(policy={"activation_checkpointing": True}), SMALL).pool("policy")
     assert pool is not None
-    assert pool.bytes.activations == 11520 + 3840 + 320
+    assert pool.bytes.activations == 11520 + 3840 + 320 + 5088
 
 
 def test_a_critic_checkpoints_activations_by_its_own_setting() -> None:
-    # 16 tokens x (32 + 328), no logits.
+    # 16 tokens x (32 + 328) = 5760, no logits; 4 x 1280 in the buffer of the gradients.
     settings = {"max_tokens_per_microbatch": 16, "activation_checkpointing": True}
     pool = needs(config(algorithm={"advantage": "gae"}, critic=settings), SMALL).pool("critic")
     assert pool is not None
-    assert pool.bytes.activations == 5760
+    assert pool.bytes.activations == 5760 + 5120
 
 
 def test_a_sequence_longer_than_the_cap_sets_the_activations() -> None:
@@ -180,7 +209,7 @@ def test_a_gpu_engine_needs_at_least_the_longest_sequence_in_its_cache() -> None
         # gradients 4 x 768, masters and moments 12 x 768.
         (1, 2544 + 1536, 3072, 4608),
         (2, 2544 + 1536, 1536, 4608),
-        (3, 1272 + 768, 1536, 4608),
+        (3, 1272 + 768 + 2544, 1536, 4608),
     ],
 )
 def test_with_adapters_gradients_and_optimizer_are_theirs_alone(
@@ -191,15 +220,16 @@ def test_with_adapters_gradients_and_optimizer_are_theirs_alone(
     assert pool is not None
     assert (pool.bytes.weights, pool.bytes.gradients, pool.bytes.optimizer) == (weights, gradients, optimizer)
     # A checkpoint has the adapters and their optimizer.
-    assert pool.bytes.checkpoint == weights - (2544 if stage < 3 else 1272) + optimizer
+    assert pool.bytes.checkpoint == weights - (2544 if stage < 3 else 1272 + 2544) + optimizer
 
 
 def test_with_adapters_the_head_has_no_gradient_and_a_merged_matrix_is_made_at_a_time() -> None:
     plain = needs(config(), SMALL).pool("policy")
     adapted = needs(config(policy={"lora": {"rank": 3}}), SMALL).pool("policy")
     assert plain is not None and adapted is not None
-    # Less 4 x 80 for the head's gradient; 32 tokens x 2 layers x 7 adapters x 3 outputs of 2 bytes more.
-    assert adapted.bytes.activations - plain.bytes.activations == 32 * 2 * 7 * 3 * 2 - 320
+    # Less 4 x 80 for the head's gradient and 4 x (1272 - 768) in the buffer of the gradients; 32 tokens x 2 layers x
+    # 7 adapters x 3 outputs of 2 bytes more.
+    assert adapted.bytes.activations - plain.bytes.activations == 32 * 2 * 7 * 3 * 2 - 320 - 2016
     # The largest matrices are 8 x 16, in float32.
     assert adapted.bytes.sync_buckets - plain.bytes.sync_buckets == 4 * 128
 
@@ -244,8 +274,8 @@ def test_no_critic_pool_without_an_advantage_that_needs_one() -> None:
         # 1272 parameters, tied, and a value head of 8: 1280 on 2 ranks. bfloat16 2560, float32 5120, optimizer 15360.
         (1, 2560, 5120, 7680),
         (2, 2560, 2560, 7680),
-        # The larger of a layer (592) and the embedding (80) is gathered: 1184 bytes.
-        (3, 1280 + 1184, 2560, 7680),
+        # All may be whole at a time.
+        (3, 1280 + 2560, 2560, 7680),
     ],
 )
 def test_a_critic_is_sharded_like_a_policy_with_a_value_head(
@@ -263,7 +293,7 @@ def test_a_critic_has_no_logits_and_sends_no_weights() -> None:
     made = config(algorithm={"advantage": "gae"}, critic={"max_tokens_per_microbatch": 16})
     pool = needs(made, SMALL).pool("critic")
     assert pool is not None
-    assert (pool.bytes.activations, pool.bytes.sync_buckets) == (16 * 2 * 328, 0)
+    assert (pool.bytes.activations, pool.bytes.sync_buckets) == (16 * 2 * 328 + 4 * 1280, 0)
 
 
 def test_a_critic_is_counted_with_the_shape_of_the_model_that_it_starts_from() -> None:
@@ -294,7 +324,7 @@ def test_a_reward_model_only_goes_forward_in_its_own_dtype() -> None:
 
 
 def test_sharded_forward_models_keep_a_share_and_the_part_that_is_gathered() -> None:
-    # Reference: 2544 bytes over 2 ranks and a layer of 1184. Reward model: 2560 bytes over 4 ranks and the same.
+    # Reference: 2544 bytes over 2 ranks, reward model: 2560 bytes over 4, and each whole at a time.
     made = config(
         algorithm={"kl": {"where": "loss", "coefficient": 0.1}},
         reference={"ranks": 2, "sharded": True},
@@ -302,7 +332,7 @@ def test_sharded_forward_models_keep_a_share_and_the_part_that_is_gathered() -> 
     )
     reference, reward_model = needs(made, SMALL).pool("reference"), needs(made, SMALL).pool("reward_model")
     assert reference is not None and reward_model is not None
-    assert (reference.bytes.weights, reward_model.bytes.weights) == (1272 + 1184, 640 + 1184)
+    assert (reference.bytes.weights, reward_model.bytes.weights) == (1272 + 2544, 640 + 2560)
 
 
 def test_no_worker_processes_without_reward_functions() -> None:
@@ -336,21 +366,21 @@ def test_reward_workers_take_no_devices() -> None:
     assert needed.devices == 4
 
 
-# ZeRO 3 on 2 ranks of 1272 parameters: bfloat16 weights 1272, gradients 2544 (twice where they are offloaded: 5088),
-# optimizer 7632.
+# ZeRO 3 on 2 ranks of 1272 parameters: bfloat16 weights 1272 and 2544 that are whole at a time, gradients 2544 (twice
+# where they are offloaded: 5088), optimizer 7632.
 @pytest.mark.parametrize(
     ("offload", "weights", "gradients", "optimizer", "host"),
     [
-        ("none", 1272, 2544, 7632, 0),
-        ("optimizer", 1272, 0, 0, 5088 + 7632),
-        ("optimizer_and_parameters", 0, 0, 0, 5088 + 7632 + 1272),
+        ("none", 1272 + 2544, 2544, 7632, 0),
+        ("optimizer", 1272 + 2544, 0, 0, 5088 + 7632),
+        ("optimizer_and_parameters", 2544, 0, 0, 5088 + 7632 + 1272),
     ],
 )
 def test_offload_moves_bytes_from_the_gpu_to_its_host(
     offload: str, weights: int, gradients: int, optimizer: int, host: int
 ) -> None:
     made = config(policy={"ranks": 2, "zero_stage": 3, "offload": offload})
-    pool, plain = (needs(c, SMALL, "cuda").pool("policy") for c in (made, config()))
+    pool, plain = (needs(c, SMALL, "cuda").pool("policy") for c in (made, config(policy={"ranks": 2, "zero_stage": 3})))
     assert pool is not None and plain is not None
     assert (pool.bytes.weights, pool.bytes.gradients, pool.bytes.optimizer) == (weights, gradients, optimizer)
     assert pool.bytes.activations == plain.bytes.activations
@@ -358,12 +388,12 @@ def test_offload_moves_bytes_from_the_gpu_to_its_host(
 
 
 def test_what_a_critic_gathers_stays_on_the_gpu() -> None:
-    # A layer of 592 parameters is 1184 bytes; the share of 1280 bfloat16 parameters on 2 ranks is 1280.
+    # 1280 bfloat16 parameters are 2560 bytes whole, and 1280 a share on 2 ranks.
     critic = {"ranks": 2, "zero_stage": 3, "offload": "optimizer_and_parameters"}
     needed = needs(config(algorithm={"advantage": "gae"}, critic=critic), SMALL, "cuda")
     pool = needed.pool("critic")
     assert pool is not None
-    assert (pool.bytes.weights, pool.host_bytes) == (1184, 2 * 2560 + 7680 + 1280)
+    assert (pool.bytes.weights, pool.host_bytes) == (2560, 2 * 2560 + 7680 + 1280)
     assert needed.host_bytes == 2 * pool.host_bytes
 
 
@@ -396,8 +426,9 @@ def test_ranks_that_share_rows_have_a_part_of_the_activations_each() -> None:
     )
     policy, critic = (needs(shared, SMALL).pool(name) for name in ("policy", "critic"))
     assert policy is not None and critic is not None
-    assert policy.bytes.activations == 2 * 17 * 328 + 2040 + 320
-    assert critic.bytes.activations == 2 * 17 * 328
+    # The buffer of the gradients is not shared: 5088 and 5120.
+    assert policy.bytes.activations == 2 * 17 * 328 + 2040 + 320 + 5088
+    assert critic.bytes.activations == 2 * 17 * 328 + 5120
     assert (policy.problems, critic.problems) == ((), ())
 
 
