@@ -2,15 +2,19 @@
 
 Between asking the kernel for a free port and listening on it, another process may get the same one: an outgoing
 connection is enough, since both come from one range. So the socket stays bound from the promise on, and whoever
-listens takes it over.
+listens takes it over. Where that can't be, since another process will bind it, `free_port` takes one below that range.
 """
 
 from __future__ import annotations
 
+import secrets
 import socket
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+# Below it Ray takes ports for its workers.
+_FIRST = 20_000
 _held: dict[int, socket.socket] = {}
 
 
@@ -24,6 +28,22 @@ def hold_port() -> int:
     port = int(holder.getsockname()[1])
     _held[port] = holder
     return port
+
+
+def free_port() -> int:
+    """A port that is free now, and that no outgoing connection can get: for a process that binds it by itself, later.
+
+    Where the kernel leaves no room below the range of outgoing connections, the port is one of those after all.
+    """
+    beyond = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    below = range(_FIRST, beyond)
+    while True:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", secrets.choice(below) if below else 0))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
 
 
 def release_port(port: int) -> None:

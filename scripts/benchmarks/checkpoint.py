@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import MODEL, environment, finish, free_port, machine, markdown, say_machine, show, threads, versions
+from common import MODEL, environment, finish, machine, markdown, say_machine, show, threads, versions
 
 from rlhf.batching import LearnerSample
+from rlhf.cluster.ports import free_port
 from rlhf.config.schema import Config
 from rlhf.learners.policy import PolicyLearner
 from rlhf.learners.snapshot import WRITE_BYTES, WriteReport

@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from rlhf.cluster.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -156,13 +157,6 @@ def run_ranks(command: Sequence[str], ranks: int, *, what: str, deadline_s: floa
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(one, range(ranks)))
-
-
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

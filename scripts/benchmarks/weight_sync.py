@@ -33,7 +33,6 @@ from common import (
     BenchmarkError,
     environment,
     finish,
-    free_port,
     machine,
     markdown,
     say_machine,
@@ -42,6 +41,7 @@ from common import (
     versions,
 )
 
+from rlhf.cluster.ports import free_port
 from rlhf.cluster.wait import wait_all
 from rlhf.config.schema import Config
 from rlhf.learners.policy import PolicyLearner

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from rlhf.cluster.ports import free_port
 from tests.e2e.command import ROOT, RUN_S, tiny_config
-from tests.ports import free_port
 from tests.tiny import make_tiny_model
 
 

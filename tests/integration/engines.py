@@ -19,6 +19,7 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlhf.cluster.ports import free_port
 from rlhf.rollout.engine import RolloutEngine
 from rlhf.rollout.types import Completion, EngineSpec, GenerationRequest, Sampling
 from rlhf.trainers.parity import Parity, compare_logprobs
@@ -27,7 +28,6 @@ from rlhf.weights.endpoint import Endpoint, JoinReport, SendReport
 from rlhf.weights.gloo_sender import _Transfer
 from rlhf.weights.sender import WeightSender
 from rlhf.weights.sync import SyncReport, WeightSync
-from tests.ports import free_port
 
 START_S, CALL_S = 300.0, 60.0
 _numbers = itertools.count()

@@ -17,9 +17,9 @@ import deepspeed  # noqa: F401
 import torch
 import transformers  # noqa: F401
 
+from rlhf.cluster.ports import free_port
 from rlhf.learners.critic import CriticLearner
 from tests.integration.learner_ranks import Rank, make_config, make_samples, with_returns
-from tests.ports import free_port
 
 # Ranks, and how many of them share each row.
 RUNS = {"alone": (1, 1), "two that share": (2, 2), "two times two that share": (4, 2)}

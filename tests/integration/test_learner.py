@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf.cluster.ports import free_port
 from rlhf.config.schema import LoraConfig
 from rlhf.models.batch import pad_batch
 from rlhf.models.lora import add_adapters
 from rlhf.models.operations import Operations
 from rlhf.models.value import load_value_model
 from tests.integration.learner_ranks import advantage_of, make_samples, with_returns
-from tests.ports import free_port
 from tests.tiny import make_tiny_model, make_tiny_reward_model
 
 DEADLINE_S = 550

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from rlhf.cluster.ports import free_port
 from tests.integration.checkpoint_ranks import CASES, KL_COEFFICIENT, Case, draws, saved_cases, seed_streams
 from tests.integration.test_learner import relative
-from tests.ports import free_port
 from tests.tiny import make_tiny_model, make_tiny_reward_model
 
 DEADLINE_S = 550

@@ -19,11 +19,11 @@ import ray
 import torch
 
 from rlhf.batching import LearnerSample
+from rlhf.cluster.ports import free_port
 from rlhf.trainers.parity import compare_logprobs
 from tests.integration.engines import CALL_S, Engine, weight_sync
 from tests.integration.layout_ranks import BUCKET_BYTES, Layout, Rank
 from tests.integration.learner_ranks import make_samples
-from tests.ports import free_port
 from tests.tiny import make_tiny_model
 
 PROMPTS = [[5, 76, 5, 84], [14, 15, 16, 17, 18, 19, 20], [40]]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
-from rlhf.cluster.ports import hold_port, join_store, release_port, serve_store
+from rlhf.cluster.ports import free_port, hold_port, join_store, release_port, serve_store
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -46,3 +47,14 @@ def test_promises_are_apart_from_each_other() -> None:
     assert len(set(ports)) == 50
     for port in ports:
         release_port(port)
+
+
+def test_a_port_for_another_process_is_free_and_none_that_a_connection_could_get() -> None:
+    port = free_port()
+    bind(port)
+    assert 20_000 <= port < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+
+
+def test_without_room_below_the_connections_range_the_kernel_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda self: "1024\t65535\n")
+    bind(free_port())
