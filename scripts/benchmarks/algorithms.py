@@ -33,12 +33,11 @@ from common import (
     QUICKSTART,
     ROOT,
     BenchmarkError,
+    carry_out,
     console,
     finish,
-    machine,
     markdown,
     run_child,
-    say_machine,
     show,
     threads,
     versions,
@@ -226,25 +225,18 @@ def report(arguments: argparse.Namespace, where: Mapping[str, Any], curves: Mapp
     finish(figures, [markdown(header, rows)])
 
 
+def measure(arguments: argparse.Namespace) -> dict[tuple[str, int], Curve]:
+    """The curve of every algorithm with every seed."""
+    return {
+        (algorithm, seed): curve(arguments, algorithm, seed)
+        for algorithm in arguments.algorithms
+        for seed in arguments.seeds
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return 1 when something is missing or a run fails."""
-    arguments = parse(argv)
-    if not arguments.model.is_dir():
-        print(f"algorithms: no model at {arguments.model}: python scripts/prepare_model.py", file=sys.stderr)
-        return 1
-    where = machine()
-    say_machine(where)
-    try:
-        curves = {
-            (algorithm, seed): curve(arguments, algorithm, seed)
-            for algorithm in arguments.algorithms
-            for seed in arguments.seeds
-        }
-    except BenchmarkError as error:
-        print(f"\nalgorithms: {error}", file=sys.stderr)
-        return 1
-    report(arguments, where, curves)
-    return 0
+    return carry_out("algorithms", parse(argv), measure, report)
 
 
 if __name__ == "__main__":

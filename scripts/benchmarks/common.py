@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from rlhf.cluster.ports import free_port
+
+Found = TypeVar("Found")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -94,6 +99,34 @@ def say_machine(where: Mapping[str, Any]) -> None:
             f"[yellow]The machine is not quiet: the load is {where['load_before']:.1f}. The ratios don't hold then "
             "either: a side whose threads wait for each other often loses more.[/yellow]"
         )
+
+
+def carry_out(
+    name: str,
+    arguments: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], Found],
+    report: Callable[[argparse.Namespace, Mapping[str, Any], Found], None],
+) -> int:
+    """Measure and report, or say why not; the exit code. `arguments.model` has to be a folder."""
+    if not arguments.model.is_dir():
+        print(f"{name}: no model at {arguments.model}: python scripts/prepare_model.py", file=sys.stderr)
+        return 1
+    where = machine()
+    say_machine(where)
+    try:
+        found = measure(arguments)
+    except BenchmarkError as error:
+        print(f"\n{name}: {error}", file=sys.stderr)
+        return 1
+    report(arguments, where, found)
+    return 0
+
+
+def log_normal(mean: float, sigma: float, count: int, seed: int) -> Any:
+    """Log-normal lengths with this mean, rounded, an array of floats: cut them to what is possible."""
+    # The mean of a log-normal distribution is exp(mu + sigma^2 / 2).
+    mu = math.log(mean) - sigma**2 / 2
+    return np.random.default_rng(seed).lognormal(mu, sigma, count).round()
 
 
 def run_child(command: Sequence[str], *, what: str, deadline_s: float) -> str:

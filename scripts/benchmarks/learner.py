@@ -43,12 +43,11 @@ from common import (
     MODEL,
     ROOT,
     BenchmarkError,
+    carry_out,
     console,
     finish,
-    machine,
     markdown,
     run_ranks,
-    say_machine,
     show,
     threads,
     versions,
@@ -252,19 +251,7 @@ def headline_rows(lowest: Mapping[str, float]) -> list[list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return 1 when a side fails."""
-    arguments = parse(argv)
-    if not arguments.model.is_dir():
-        print(f"learner: no model at {arguments.model}: python scripts/prepare_model.py", file=sys.stderr)
-        return 1
-    where = machine()
-    say_machine(where)
-    try:
-        found = measure(arguments)
-    except BenchmarkError as error:
-        print(f"\nlearner: {error}", file=sys.stderr)
-        return 1
-    report(arguments, where, found)
-    return 0
+    return carry_out("learner", parse(argv), measure, report)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import time
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
+from common import log_normal
 
 from rlhf.batching import LearnerSample
 from rlhf.batching.plan import unique_tokens
@@ -60,10 +60,8 @@ def response_lengths(job: Job) -> list[int]:
     count = job.prompts * job.samples
     if job.lengths == "constant":
         return [job.response_tokens] * count
-    # The mean of a log-normal distribution is exp(mu + sigma^2 / 2).
-    mu = math.log(job.response_tokens) - job.sigma**2 / 2
-    drawn = np.random.default_rng(job.seed).lognormal(mu, job.sigma, count)
-    return [int(tokens) for tokens in drawn.round().clip(1)]
+    drawn = log_normal(job.response_tokens, job.sigma, count, job.seed)
+    return [int(tokens) for tokens in drawn.clip(1)]
 
 
 def make_samples(job: Job, vocabulary: int) -> list[LearnerSample]:

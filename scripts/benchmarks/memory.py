@@ -30,12 +30,11 @@ from typing import Any
 from common import (
     MODEL,
     BenchmarkError,
+    carry_out,
     console,
     finish,
-    machine,
     markdown,
     run_ranks,
-    say_machine,
     show,
     threads,
     versions,
@@ -251,6 +250,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def measure(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Every setting that was asked for, one after the other."""
+    rows: dict[str, dict[str, Any]] = {}
+    for setting in SETTINGS:
+        if arguments.only in setting.name:
+            console.print(f"{setting.name} … ", end="")
+            rows[setting.name] = run(setting, arguments)
+            console.print(f"{rows[setting.name]['ratio']:.2f} of what is needed")
+    if not rows:
+        raise BenchmarkError(f"no setting's name contains {arguments.only!r}")
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return 1 when a setting fails."""
     arguments = parse(argv)
@@ -258,23 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         setting, job = Setting(**arguments.child["setting"]), Job(**arguments.child["job"])
         print(json.dumps(measure_rank(setting, job, arguments.rank, arguments.port)), flush=True)
         return 0
-    where = machine()
-    say_machine(where)
-    rows: dict[str, dict[str, Any]] = {}
-    try:
-        for setting in SETTINGS:
-            if arguments.only in setting.name:
-                console.print(f"{setting.name} … ", end="")
-                rows[setting.name] = run(setting, arguments)
-                console.print(f"{rows[setting.name]['ratio']:.2f} of what is needed")
-    except BenchmarkError as error:
-        print(f"\nmemory: {error}", file=sys.stderr)
-        return 1
-    if not rows:
-        print(f"memory: no setting's name contains {arguments.only!r}", file=sys.stderr)
-        return 1
-    report(arguments, where, rows)
-    return 0
+    return carry_out("memory", arguments, measure, report)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ above the mean of the ranks. Where it is above 0 the lengths leave no even plan,
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 import time
@@ -24,8 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from common import MODEL, finish, machine, markdown, say_machine, show
+from common import MODEL, finish, log_normal, machine, markdown, say_machine, show
 
 from rlhf.batching import CostModel, Plan, SampleLength, plan_packed
 from rlhf.cluster.model_shape import ModelShape
@@ -60,10 +58,7 @@ class Outcome:
 
 def lengths(batch: Batch, samples: int, longest: int, seed: int) -> list[SampleLength]:
     """Samples of log-normal responses with the batch's mean, of at least one token and at most `longest`."""
-    generator = np.random.default_rng(seed)
-    # The mean of a log-normal distribution is exp(mu + sigma^2 / 2).
-    mu = math.log(batch.response) - batch.sigma**2 / 2
-    drawn = generator.lognormal(mu, batch.sigma, samples).round().clip(1, longest).astype(int).tolist()
+    drawn = log_normal(batch.response, batch.sigma, samples, seed).clip(1, longest).astype(int).tolist()
     return [
         SampleLength(f"{index}", index // batch.group, batch.prompt + tokens, batch.prompt)
         for index, tokens in enumerate(drawn)

@@ -30,14 +30,12 @@ from common import (
     MODEL,
     QUICKSTART,
     ROOT,
-    BenchmarkError,
+    carry_out,
     console,
     finish,
     last_json,
-    machine,
     markdown,
     run_child,
-    say_machine,
     show,
     threads,
     versions,
@@ -261,23 +259,10 @@ def ratio_rows(ratios: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return 1 when something is missing or a side fails."""
     arguments = parse(argv)
-    missing = None
     if not versions("trl"):
-        missing = "TRL is not installed: bash scripts/setup_env.sh"
-    elif not arguments.model.is_dir():
-        missing = f"no model at {arguments.model}: python scripts/prepare_model.py"
-    if missing:
-        print(f"step_time: {missing}", file=sys.stderr)
+        print("step_time: TRL is not installed: bash scripts/setup_env.sh", file=sys.stderr)
         return 1
-    where = machine()
-    say_machine(where)
-    try:
-        runs = measure(arguments)
-    except BenchmarkError as error:
-        print(f"\nstep_time: {error}", file=sys.stderr)
-        return 1
-    report(arguments, where, runs)
-    return 0
+    return carry_out("step_time", arguments, measure, report)
 
 
 if __name__ == "__main__":
