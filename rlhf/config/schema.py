@@ -337,7 +337,9 @@ class FaultToleranceConfig(Section):
     """What a run survives. Work of a lost engine goes to the others in any case, while one is left."""
 
     max_restarts: NonNegativeInt = Field(
-        default=0, description="How often an engine that was lost is started again, each engine by itself."
+        default=0,
+        description="How often a lost engine, or a lost reward actor, is started again within the step, each by "
+        "itself, and how often all roles are, from the last checkpoint, when any other one is lost.",
     )
 
 

@@ -24,6 +24,7 @@ from rlhf.tracking.folder import RunFolder
 from rlhf.tracking.spans import Span, now, recorder
 from rlhf.trainers.batch import learner_sample
 from rlhf.trainers.blueprints import make_blueprints, transport
+from rlhf.trainers.reward_role import RewardRole
 from rlhf.trainers.scorer_pool import ScorerPool, shares
 from rlhf.trajectories import Columns, Group, Trajectory
 from rlhf.weights.receipts import SyncError
@@ -39,8 +40,6 @@ _ASK_S = 60.0
 _WRITE_S = 300.0
 # Starting an engine or loading a model takes this long at most, or as long as one of its calls where that is longer.
 _START_S = 600.0
-# A killed reward worker is replaced before the next call: imports of a user's module included.
-_REBOOT_S = 120.0
 
 
 class Roles:
@@ -58,7 +57,6 @@ class Roles:
         self._session = session
         self._policy = groups["policy"]
         self._critic = groups.get("critic")
-        self._reward = groups.get("reward")
         self._recorder = groups["recorder"]
         reward_model = config.reward.model
         self.reward_model_weight = reward_model.weight if reward_model is not None else 0.0
@@ -69,8 +67,7 @@ class Roles:
         else:
             self._reference = self._scorer_pool(groups, "reference", config.reference)
         self._reward_model = self._scorer_pool(groups, "reward_model", reward_model)
-        self._reward_calls = len(config.reward.functions) + extra_functions
-        self._scoring = 0
+        self._reward = self._reward_role(groups, extra_functions, say)
         rollout, weights = config.rollout, config.weights
         self.pool = RolloutPool(
             run_seed=config.run.seed,
@@ -107,6 +104,19 @@ class Roles:
             return None
         return ScorerPool(groups[role], together=settings.sharded, deadline_s=settings.deadline_s)
 
+    def _reward_role(
+        self, groups: Mapping[str, ActorGroup], extra_functions: int, say: Callable[[str], None]
+    ) -> RewardRole | None:
+        if "reward" not in groups:
+            return None
+        return RewardRole(
+            groups["reward"],
+            self._config.reward,
+            functions=len(self._config.reward.functions) + extra_functions,
+            restarts=self._config.fault_tolerance.max_restarts,
+            say=say,
+        )
+
     async def guard(self, work: Awaitable[T]) -> T:
         """Await `work`; the first failure of any role ends it and is raised."""
         return await self._session.supervisor.guard(work)
@@ -142,29 +152,10 @@ class Roles:
         await self.fleet.close()
 
     async def score(self, group: Group, step: int) -> list[SampleScore]:
-        """Rewards of a group's samples, in their order.
-
-        The functions' own deadlines are kept in the pool; the one here is for all calls that queue before, each of
-        which may end with a killed worker. Without functions nothing is added to what a reward model says.
-        """
+        """Rewards of a group's samples, in their order; without functions nothing is added to what a model says."""
         if self._reward is None:
             return [SampleScore(0.0, {}) for _ in group.trajectories]
-        self._scoring += 1
-        try:
-            result = await self._reward.call_rank(
-                0,
-                "score",
-                group.draw.prompt,
-                group.trajectories,
-                step,
-                what=f"rewards of group {group.group_id}",
-                deadline_s=_ASK_S + self._scoring * self._reward_calls * (self._config.reward.timeout_s + _REBOOT_S),
-            )
-        finally:
-            self._scoring -= 1
-        recorder.absorb(result.spans, step)
-        scores: list[SampleScore] = result.scores
-        return scores
+        return await self._reward.score(group, step)
 
     async def reference_logprobs(self, group: Group) -> Mapping[str, Any] | None:
         """For each sample of a group the reference to its reference log-probs; None where the run has no reference."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,14 @@ from rlhf.cluster.placement import Placement
 from rlhf.cluster.session import Session, open_session
 from rlhf.cluster.supervision import ActorFailed, Supervisor
 from rlhf.cluster.wait import DeadlineExceeded, set_explainer
+from rlhf.config.schema import RewardConfig
+from rlhf.rewards import RewardInput, dump_functions
+from rlhf.rewards.actor import RewardActor
+from rlhf.trainers.reward_role import RewardRole
+from rlhf.trajectories import Group
 from tests.integration.cluster_actors import SHAPE, AsyncWorker, alive, config, workers
+from tests.tiny import make_tiny_tokenizer
+from tests.unit.test_trainer_batch import scored
 
 HAS_EXIT_STATUS = tuple(int(part) for part in os.uname().release.split(".")[:2]) >= (6, 15)
 
@@ -214,3 +223,44 @@ async def test_ending_one_actor_ends_what_it_started_and_is_no_failure(session: 
     await group.end(1)
     assert not alive(child)
     assert (await session.supervisor.guard(group.call_rank(0, "whoami", what="who", deadline_s=60)))[0] == 0
+
+
+def with_references(group: Group) -> Group:
+    """The group with its columns in the object store, as engines leave them."""
+    return replace(group, trajectories=tuple(replace(t, columns=ray.put(t.columns)) for t in group.trajectories))
+
+
+async def test_what_a_killed_reward_actor_was_asked_is_asked_of_another(session: Session, tmp_path: Path) -> None:
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    asked = tmp_path / "asked"
+
+    def hangs_at_first(samples: list[RewardInput]) -> list[float]:
+        if not asked.exists():
+            asked.touch()
+            time.sleep(600)
+        return [7.0 for _ in samples]
+
+    config = RewardConfig(timeout_s=300)
+    group = await ActorGroup.create(
+        "reward",
+        RewardActor,
+        1,
+        session=session,
+        args_for_rank=lambda rank: ((config, str(tmp_path), dump_functions({"f": hangs_at_first})), {}),
+        deadline_s=60,
+    )
+    said: list[str] = []
+    rewards = RewardRole(group, config, functions=1, restarts=1, say=said.append)
+    pid = group.members[0].pid
+
+    def kill_when_asked() -> None:
+        deadline = time.monotonic() + 60
+        while not asked.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+
+    asks = [rewards.score(with_references(scored(number, [0.0, 0.0]).group), step=1) for number in range(3)]
+    *found, _ = await session.supervisor.guard(asyncio.gather(*asks, asyncio.to_thread(kill_when_asked)))
+    assert [[one.reward for one in scores] for scores in found] == [[7.0, 7.0]] * 3
+    assert len(said) == 1 and f"reward rank 0 (pid {pid} on" in said[0]
+    assert [member.rank for member in group.members] == [0] and group.members[0].pid != pid
