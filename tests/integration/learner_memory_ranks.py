@@ -7,10 +7,21 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlhf.learners.update import Turn
-from tests.integration.learner_ranks import Rank, leave, make_config, make_sample, make_samples, parse, with_advantage
+from rlhf.weights.source import LearnerSource
+from tests.integration.learner_ranks import (
+    BUCKET_BYTES,
+    Rank,
+    leave,
+    make_config,
+    make_sample,
+    make_samples,
+    parse,
+    with_advantage,
+)
 
 
 def check_recomputation(arguments: argparse.Namespace, stage: int) -> dict[str, Any]:
@@ -72,6 +83,20 @@ def check_offload(arguments: argparse.Namespace, offload: str, dtype: str) -> di
     return found
 
 
+def check_adapters(arguments: argparse.Namespace, **policy: Any) -> dict[str, Any]:
+    """Three updates of adapters with these settings; what is trained and what engines are sent after them."""
+    model = Path(arguments.models) / "untied"
+    rank = Rank(arguments, make_config(model, policy={"lora": {"rank": 4}, "max_tokens_per_microbatch": 60, **policy}))
+    samples = make_samples()
+    reference = rank.learner.score_as_reference(samples)[1]
+    for step in (1, 2, 3):
+        rank.learner.update(step, make_samples(step))
+    again = rank.learner.score_as_reference(samples)[1]
+    same = all(np.array_equal(again[name], values, equal_nan=True) for name, values in reference.items())
+    sent = {name: tensor.clone() for name, tensor in LearnerSource(rank.learner, torch.float32, BUCKET_BYTES)}
+    return {"adapters": rank.adapters(), "sent": sent, "reference is the same": same}
+
+
 def main() -> None:
     arguments = parse()
     found: dict[str, Any] = {}
@@ -82,6 +107,15 @@ def main() -> None:
     for offload in ("none", "optimizer", "optimizer_and_parameters"):
         for dtype in ("float32", "bfloat16"):
             found[f"offload {offload} {dtype}"] = check_offload(arguments, offload, dtype)
+    found["adapters"] = check_adapters(arguments, zero_stage=1)
+    for stage in (1, 2, 3):
+        found[f"adapters recomputation {stage}"] = check_adapters(
+            arguments, zero_stage=stage, activation_checkpointing=True
+        )
+    for offload in ("optimizer", "optimizer_and_parameters"):
+        found[f"adapters {offload}"] = check_adapters(
+            arguments, zero_stage=3, offload=offload, activation_checkpointing=True
+        )
     leave(found, arguments)
 
 

@@ -150,6 +150,15 @@ class Rank:
                 found[name] = parameter.detach().clone()
         return found
 
+    def adapters(self) -> dict[str, torch.Tensor]:
+        """All that is trained of a policy with adapters, whole on every rank."""
+        found = {}
+        for name, parameter in self.learner.module.named_parameters():
+            if parameter.requires_grad:
+                with self.learner._zero.gather([parameter]):
+                    found[name] = parameter.detach().clone()
+        return found
+
     def failure(self, samples: list[LearnerSample]) -> str:
         """The message with which an update of these samples fails."""
         try:
@@ -221,11 +230,7 @@ def check_adapters(arguments: argparse.Namespace, dtype: str, stage: int) -> dic
             found["policy before"] = rank.logprobs(samples)
             learner.dry_run()
             found["metrics"] = [learner.update(step, make_samples(step)).metrics for step in (1, 2, 3)]
-    found["adapters"] = {}
-    for name, parameter in learner.module.named_parameters():
-        if parameter.requires_grad:
-            with learner._zero.gather([parameter]):
-                found["adapters"][name] = parameter.detach().clone()
+    found["adapters"] = rank.adapters()
     source = LearnerSource(learner, DTYPES[dtype], BUCKET_BYTES)
     found["sent"] = {name: tensor.clone() for name, tensor in source}
     learner.export(Path(arguments.out) / f"export-{arguments.world}-adapters-{dtype}-{stage}")

@@ -51,6 +51,15 @@ def check_bfloat16(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"gradients": rank.gradients(make_samples())}
 
 
+def check_adapters(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Adapters and metrics after two updates, with layers computed again, and the reference's scores."""
+    policy = arguments.settings(zero_stage=3, lora={"rank": 4}, activation_checkpointing=True)
+    rank = Rank(arguments, make_config(arguments.models / "untied", policy=policy))
+    metrics = [rank.learner.update(step, make_samples(step)).metrics for step in (1, 2)]
+    scores = rank.learner.score_as_reference(make_samples())[1]
+    return {"metrics": metrics, "adapters": rank.adapters(), "scores": scores}
+
+
 def check_critic(arguments: argparse.Namespace) -> dict[str, Any]:
     """Gradients, values and two updates of a critic that starts from a reward model with its head."""
     settings = arguments.settings(zero_stage=3, model=str(arguments.models / "reward"))
@@ -74,6 +83,7 @@ def member(run: str, rank: int, port: int, models: Path, out: Path) -> None:
     arguments.settings = lambda **more: {"ranks": world, "sequence_parallel": sharing, **more}
     found: dict[str, Any] = {f"policy {stage}": check_policy(arguments, stage) for stage in STAGES}
     found["bfloat16"] = check_bfloat16(arguments)
+    found["adapters"] = check_adapters(arguments)
     found["critic"] = check_critic(arguments)
     torch.save(found, out / f"found-{run}-{rank}.pt")
 

@@ -102,3 +102,23 @@ class TestOffload:
         assert "was not applied" in checked["gradient overflows"]
         assert "not finite" in checked["NaN advantage"]
         assert checked["unmoved"]
+
+
+@pytest.mark.parametrize("run", RUNS)
+class TestAdapters:
+    """What saves memory goes together with adapters, whose layers compute again and are gathered among frozen ones."""
+
+    @pytest.mark.parametrize(
+        "settings",
+        ["recomputation 1", "recomputation 2", "recomputation 3", "optimizer", "optimizer_and_parameters"],
+    )
+    def test_updates_leave_what_they_leave_without(self, found: Found, run: str, settings: str) -> None:
+        alone, checked = found["one rank"]["adapters"], found[run][f"adapters {settings}"]
+        # Measured 1.2e-5 and 2.2e-7.
+        assert relative(checked["adapters"], alone["adapters"]) < 1e-4
+        assert relative(checked["sent"], alone["sent"]) < 1e-5
+        assert checked["reference is the same"]
+
+    def test_the_updates_have_moved_them(self, found: Found, run: str) -> None:
+        moved = [p for name, p in found[run]["adapters"]["adapters"].items() if "lora_B" in name]
+        assert moved and all(p.abs().max() > 1e-3 for p in moved)

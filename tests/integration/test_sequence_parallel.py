@@ -97,7 +97,7 @@ def assert_scores_come_once(ranks: list[dict[str, Any]], alone: dict[str, Any], 
 
 
 @pytest.mark.parametrize("run", SHARED)
-@pytest.mark.parametrize("key", ["policy 1", "policy 2", "policy 3", "critic"])
+@pytest.mark.parametrize("key", ["policy 1", "policy 2", "policy 3", "adapters", "critic"])
 def test_each_sample_is_scored_once(found: Found, run: str, key: str) -> None:
     alone = found["alone"][0][key]["scores"]
     assert alone.keys() == {sample.sample_id for sample in make_samples()}
@@ -115,6 +115,14 @@ def test_gradients_of_a_bfloat16_model_are_those_of_one_rank_within_rounding(fou
     alone = found["alone"][0]["bfloat16"]["gradients"]
     for rank in found[run]:
         assert relative(rank["bfloat16"]["gradients"], alone) < BFLOAT16_BOUND
+
+
+@pytest.mark.parametrize("run", SHARED)
+def test_updates_of_adapters_are_those_of_one_rank(found: Found, run: str) -> None:
+    alone = found["alone"][0]["adapters"]
+    for rank in found[run]:
+        assert_same_metrics(rank["adapters"]["metrics"], alone["metrics"], OF_POLICY)
+        assert relative(rank["adapters"]["adapters"], alone["adapters"]) < 1e-4
 
 
 @pytest.mark.parametrize("run", SHARED)
