@@ -37,6 +37,8 @@ class RewardRole:
         self._restarted = 0
         self._say = say
         self._queued = 0
+        # Why there is no actor any more.
+        self._gone: ActorFailed | DeadlineExceeded | None = None
         self._one_at_a_time = asyncio.Lock()
         self._take_care()
 
@@ -49,7 +51,10 @@ class RewardRole:
         self._queued += 1
         try:
             while True:
-                asked = self._group.handles[0]
+                async with self._one_at_a_time:  # none is asked while it is started
+                    asked = self._group.handles[0]
+                if self._gone is not None:
+                    raise self._gone
                 try:
                     return await self._ask(group, step)
                 except (ActorFailed, DeadlineExceeded) as error:
@@ -76,14 +81,20 @@ class RewardRole:
     async def _replace(self, lost: Any, error: ActorFailed | DeadlineExceeded) -> None:
         """Have another actor in the place of the lost one, unless a call beside this one saw to that."""
         async with self._one_at_a_time:
-            if self._group.handles[0] not in (lost, None):
+            if self._group.handles[0] is not lost:
                 return
-            if self._restarted == self._restarts:
-                raise error
-            self._restarted += 1
-            self._say(f"restart {self._restarted} of {self._restarts} of the reward actor: {error}")
-            await self._group.replace(0)
-            self._take_care()
+            while is_loss(error) and self._restarted < self._restarts:
+                self._restarted += 1
+                self._say(f"restart {self._restarted} of {self._restarts} of the reward actor: {error}")
+                try:
+                    await self._group.replace(0)
+                except (ActorFailed, DeadlineExceeded) as failed:
+                    error = failed
+                else:
+                    self._take_care()
+                    return
+            self._gone = error
+            raise error
 
     def _take_care(self) -> None:
         """While there are restarts left, a loss does not end the run by itself: the call that meets it comes here."""

@@ -27,6 +27,7 @@ class Actors:
         self.handles: list[Any] = [0]
         self.on_lost: Callable[[int, Any], None] | None = None
         self.started: list[int] = []
+        self.starting = asyncio.Event()
 
     async def call_rank(self, rank: int, method: str, prompt: Any, trajectories: Any, *args: Any, **limits: Any) -> Any:
         actor = self.handles[rank]
@@ -37,6 +38,7 @@ class Actors:
 
     async def replace(self, rank: int) -> None:
         self.handles[rank] = None
+        self.starting.set()
         await asyncio.sleep(0)
         if self._starts:
             raise self._starts.pop(0)
@@ -83,9 +85,30 @@ async def test_what_a_reward_function_raised_is_not_asked_again() -> None:
     assert actors.started == []
 
 
-async def test_a_call_beside_one_whose_restart_failed_starts_the_actor_itself() -> None:
-    actors = Actors(LOST, starts=(LOST,))
-    rewards = role(actors, 2)
+async def test_an_actor_that_is_lost_at_its_start_is_started_again() -> None:
+    actors, said = Actors(LOST, starts=(LOST, LOST)), list[str]()
+    rewards = role(actors, 3, said.append)
+    found = await asyncio.gather(*(rewards.score(group, 1) for group in GROUPS))
+    assert [one.reward for (one,) in found] == [0.0, 1.0, 2.0]
+    assert len(said) == 3
+
+
+async def test_a_call_that_comes_while_the_actor_is_started_waits_for_it() -> None:
+    actors = Actors(LOST)
+    rewards = role(actors, 1)
+    first = asyncio.ensure_future(rewards.score(GROUPS[0], 1))
+    await actors.starting.wait()
+    (late,) = await rewards.score(GROUPS[1], 1)
+    assert late.reward == 1.0
+    assert [one.reward for one in await first] == [0.0]
+
+
+@pytest.mark.parametrize("start", [LOST, ActorFailed("reward rank 0 raised: KeyError", cause=KeyError())])
+async def test_when_none_can_be_started_all_calls_fail_alike(start: ActorFailed) -> None:
+    actors = Actors(LOST, starts=(start,))
+    rewards = role(actors, 1)
     found = await asyncio.gather(*(rewards.score(group, 1) for group in GROUPS), return_exceptions=True)
-    assert found[0] is LOST
-    assert [one.reward for (one,) in found[1:]] == [1.0, 2.0]  # type: ignore[misc, union-attr]
+    assert found == [start] * 3
+    with pytest.raises(ActorFailed) as failed:
+        await rewards.score(GROUPS[0], 1)
+    assert failed.value is start
