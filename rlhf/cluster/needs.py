@@ -130,14 +130,18 @@ def needs(
     (the cap, or the longest sequence if that is longer; of a learner that part of them which one rank has, a share by
     `sequence_parallel`):
 
-    - policy weights: c P at ZeRO 1 and 2, c P / R at 3; gradients, accumulated in float32: 4 P at 1, 4 P / R at 2 and
-      3; optimizer, float32 masters and two moments: 12 P / R (ZeRO paper, arXiv:1910.02054, section 5, table 1).
+    - policy weights: c P at ZeRO 1 and 2, c P / R at 3; gradients, accumulated in float32: 4 P at 1, and those of the
+      last micro-batch in bfloat16 beside them, 4 P / R at 2 and 3; optimizer, float32 masters and two moments:
+      12 P / R (ZeRO paper, arXiv:1910.02054, section 5, table 1).
       At 3 there are whole as well the largest part that is gathered at a time, one layer or the embedding, and 10^8
       parameters that are ahead of their use or near the next one: c min(P, largest + 10^8).
     - policy activations, no recomputation: T L (2 (4 + c) h + c (2 h + 3 a + 3 k + 4 I)), which is the float32 input
       and the output of each norm, the residual stream, queries and keys before and after rotation, values, the
-      attention output and four MLP arrays (after Korthikanti et al., arXiv:2205.05198, section 4); plus the logits
-      of one chunk, the float32 gradient of the output head, and the float32 buffer that gradients are reduced from, of
+      attention output and four MLP arrays (after Korthikanti et al., arXiv:2205.05198, section 4). On CPU attention is
+      float32 and keeps what it was given, with S samples of a prompt the keys and values of each with its prompt:
+      c a + 4 (2 a + 2 k) in place of c (3 a + 3 k), with S > 1 another 8 k S (p + n) / (p + S n) for the longest
+      prompt p and response n. Plus the logits of one chunk, the float32 gradient of the output head, and the float32
+      buffer that gradients are reduced from, of
       5 10^7 elements: 1 and 2 fill no more than P of them, 3 has all, and sends a copy where there are other ranks.
       With activation checkpointing L layers become one, the one that is computed again, plus T L c h for the inputs of
       all (ibid., section 5).
@@ -219,7 +223,7 @@ def _policy(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
     weights, gradients, optimizer = _states(policy, item, shape.parameters)
     sharded = policy.zero_stage == 3
     second_bucket = max(_bucket(config, shape), item * _largest(shape) if sharded else 0)
-    activations = _training_layers(policy, shape, item, tokens) + _logits(shape, tokens)
+    activations = _training_layers(config, policy, shape, tokens, device) + _logits(shape, tokens)
     merged = 0
     if policy.lora is None:
         activations += FLOAT32 * shape.embedding_parameters + _reduced(policy, shape.parameters)
@@ -273,7 +277,7 @@ def _critic(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
             weights=weights + (_whole(shape, item, count) if critic.zero_stage == 3 else 0),
             gradients=gradients,
             optimizer=optimizer,
-            activations=_training_layers(critic, shape, item, tokens) + _reduced(critic, count),
+            activations=_training_layers(config, critic, shape, tokens, device) + _reduced(critic, count),
             checkpoint=_copy(config, device, weights, optimizer),
         ),
         problems=_sequence_problems("critic", critic, shape),
@@ -302,9 +306,10 @@ def _offloaded(pool: PoolNeeds, learner: LearnerConfig, weights: int, device: De
 
 def _states(learner: LearnerConfig, item: int, count: int) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer on one rank of a learner with `count` parameters."""
+    narrow = item if learner.zero_stage == 1 and item < FLOAT32 else 0
     return (
         _share(item * count, learner.ranks if learner.zero_stage == 3 else 1),
-        _share(FLOAT32 * count, learner.ranks if learner.zero_stage >= 2 else 1),
+        _share(FLOAT32 * count, learner.ranks if learner.zero_stage >= 2 else 1) + narrow * count,
         _share(OPTIMIZER_BYTES * count, learner.ranks),
     )
 
@@ -316,13 +321,25 @@ def _reduced(learner: LearnerConfig, count: int) -> int:
     return FLOAT32 * min(count, REDUCE_BUCKET_ELEMENTS)
 
 
-def _training_layers(learner: LearnerConfig, shape: ModelShape, item: int, tokens: int) -> int:
-    query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    per_layer = 2 * (FLOAT32 + item) * shape.hidden
-    per_layer += item * (2 * shape.hidden + 3 * query + 3 * keys + 4 * shape.intermediate)
+def _training_layers(config: Config, learner: LearnerConfig, shape: ModelShape, tokens: int, device: Device) -> int:
+    item = _itemsize(config)
+    per_layer = 2 * (FLOAT32 + item) * shape.hidden + item * (2 * shape.hidden + 4 * shape.intermediate)
+    per_layer += _attention(config, shape, device)
     if learner.activation_checkpointing:
         return tokens * (shape.layers * item * shape.hidden + per_layer)
     return tokens * shape.layers * per_layer
+
+
+def _attention(config: Config, shape: ModelShape, device: Device) -> int:
+    """Bytes that a layer's attention keeps for each token of a row, its output among them."""
+    item, query, keys = _itemsize(config), shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if device != "cpu":
+        return item * (3 * query + 3 * keys)
+    samples, prompt = config.rollout.samples_per_prompt, config.data.max_prompt_tokens
+    # For each token of a row, those of all samples with their own prompt; a sample alone is in the row as it is.
+    row = prompt + samples * config.rollout.max_new_tokens
+    unpacked = samples * _longest(config) / row if samples > 1 else 0.0
+    return int(item * query + FLOAT32 * (2 * query + 2 * keys * (1 + unpacked)))
 
 
 def _forward_layer(shape: ModelShape, item: int, tokens: int) -> int:

@@ -66,12 +66,14 @@ class PackedLayout:
         if query_1HLD.device.type == "cuda":
             return self._attend_flex(_compiled_flex(), query_1HLD, key_1KLD, value_1KLD, scale, window)
         sizes = [block.tokens for block in self.blocks]
+        # In float32 whatever the dtype: torch's CPU kernel takes four times as long for the backward pass of a short
+        # sequence in bfloat16, and longer at any length (docs/performance.md).
         # One split of the whole row: its backward pass is one concatenation, that of each slice a row of zeros.
-        parts = (_split(tensor, sizes) for tensor in (query_1HLD, key_1KLD, value_1KLD))
+        parts = (_split(tensor.float(), sizes) for tensor in (query_1HLD, key_1KLD, value_1KLD))
         outputs = list[Tensor]()
         for block, query, key, value in zip(self.blocks, *parts, strict=True):
             outputs += self._attend_block(block, query, key, value, scale, window)
-        return torch.cat(outputs, 2).transpose(1, 2).contiguous()
+        return torch.cat(outputs, 2).transpose(1, 2).to(query_1HLD.dtype, memory_format=torch.contiguous_format)
 
     def _attend_block(
         self, block: Block, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None

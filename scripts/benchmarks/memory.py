@@ -83,7 +83,7 @@ class Setting:
 
 SETTINGS = (
     *(Setting(stage, ranks) for ranks in (1, 2) for stage in (1, 2, 3)),
-    Setting(2, dtype="float32"),
+    *(Setting(stage, dtype="float32") for stage in (1, 2)),
     Setting(3, ranks=2, dtype="float32"),
     Setting(2, checkpointing=True),
     Setting(3, ranks=2, checkpointing=True),

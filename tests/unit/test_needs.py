@@ -39,7 +39,7 @@ def config(**sections: Any) -> Config:
         "data": {"prompts": {"source": "reasoning_gym", "task": "chain_sum"}, "max_prompt_tokens": 6},
         "reward": {"functions": [{"name": "reasoning_gym"}], "workers": 3},
         "model": {"dtype": "bfloat16"},
-        "rollout": {"max_new_tokens": 4, "kv_cache_bytes": 4096},
+        "rollout": {"samples_per_prompt": 6, "max_new_tokens": 4, "kv_cache_bytes": 4096},
         "policy": {"max_tokens_per_microbatch": 32},
         "weights": {"bucket_bytes": 1000},
     }
@@ -100,7 +100,8 @@ def test_a_mixture_of_experts_is_refused() -> None:
     ("stage", "weights", "gradients", "optimizer"),
     [
         # 1272 parameters on 2 ranks: bfloat16 weights 2544, float32 gradients 5088, masters and moments 15264.
-        (1, 2544, 5088, 7632),
+        # At stage 1 the gradients are there in bfloat16 as well, 2544.
+        (1, 2544, 5088 + 2544, 7632),
         (2, 2544, 2544, 7632),
         # The model is smaller than what may be whole at a time: 2544 more.
         (3, 1272 + 2544, 2544, 7632),
@@ -115,12 +116,21 @@ def test_zero_stages_shard_optimizer_then_gradients_then_weights(
 
 
 def test_policy_activations_follow_the_formula() -> None:
-    # A layer and token: norms 2 x (4 + 2) x 8 = 96; 2 x (2 x 8 + 3 x 8 + 3 x 4 + 4 x 16) = 232; together 328.
-    # 32 tokens, 2 layers: 20992. Logits: 3 float32 arrays of 32 x 10: 3840. Head gradient: 4 x 80 = 320. All gradients
+    # A layer and token: norms 2 x (4 + 2) x 8 = 96; 2 x (2 x 8 + 4 x 16) = 160. Attention: its output 2 x 8; in float32
+    # queries and output 4 x 2 x 8, keys and values 4 x 2 x 4 in the row, and for 6 samples with prompts of their own,
+    # 6 x (6 + 4) tokens in place of 6 + 6 x 4, twice that: 176. Together 432.
+    # 32 tokens, 2 layers: 27648. Logits: 3 float32 arrays of 32 x 10: 3840. Head gradient: 4 x 80 = 320. All gradients
     # in the buffer that they are reduced from: 4 x 1272 = 5088.
     pool = needs(config(), SMALL).pool("policy")
     assert pool is not None
-    assert pool.bytes.activations == 20992 + 3840 + 320 + 5088
+    assert pool.bytes.activations == 27648 + 3840 + 320 + 5088
+
+
+def test_on_gpus_attention_keeps_the_row_in_the_models_dtype() -> None:
+    # Queries and keys before and after rotation, values, output: 2 x (3 x 8 + 3 x 4) = 72 in place of 176.
+    cpu, gpu = (needs(config(), SMALL, device).pool("policy") for device in ("cpu", "gpu"))
+    assert cpu is not None and gpu is not None
+    assert cpu.bytes.activations - gpu.bytes.activations == 32 * 2 * (176 - 72)
 
 
 # Float32 buffers of 50 million elements; a rank that is alone sends nothing.
@@ -128,7 +138,7 @@ def test_policy_activations_follow_the_formula() -> None:
 def test_gradients_are_reduced_from_a_buffer(stage: int, ranks: int, reduced: int) -> None:
     pool = needs(config(policy={"zero_stage": stage, "ranks": ranks}), SMALL).pool("policy")
     assert pool is not None
-    assert pool.bytes.activations == 20992 + 3840 + 320 + reduced
+    assert pool.bytes.activations == 27648 + 3840 + 320 + reduced
 
 
 def test_of_a_large_model_only_a_part_is_whole_at_stage_3() -> None:
@@ -150,24 +160,26 @@ def test_what_is_counted_for_stage_3_is_what_deepspeed_is_told() -> None:
 
 
 def test_checkpointed_activations_are_the_inputs_of_all_layers_and_one_layer_in_full() -> None:
-    # 32 tokens, bfloat16: inputs 2 layers x 8 x 2 = 32 bytes a token, and 328 for the layer that is computed again:
-    # 11520. Logits and the head's gradient as without.
+    # 32 tokens, bfloat16: inputs 2 layers x 8 x 2 = 32 bytes a token, and 432 for the layer that is computed again:
+    # 14848. Logits and the head's gradient as without.
     pool = needs(config(policy={"activation_checkpointing": True}), SMALL).pool("policy")
     assert pool is not None
-    assert pool.bytes.activations == 11520 + 3840 + 320 + 5088
+    assert pool.bytes.activations == 14848 + 3840 + 320 + 5088
 
 
 def test_a_critic_checkpoints_activations_by_its_own_setting() -> None:
-    # 16 tokens x (32 + 328) = 5760, no logits; 4 x 1280 in the buffer of the gradients.
+    # 16 tokens x (32 + 432) = 7424, no logits; 4 x 1280 in the buffer of the gradients.
     settings = {"max_tokens_per_microbatch": 16, "activation_checkpointing": True}
     pool = needs(config(algorithm={"advantage": "gae"}, critic=settings), SMALL).pool("critic")
     assert pool is not None
-    assert pool.bytes.activations == 5760 + 5120
+    assert pool.bytes.activations == 7424 + 5120
 
 
 def test_a_sequence_longer_than_the_cap_sets_the_activations() -> None:
     long = needs(config(data={"max_prompt_tokens": 60}), SMALL).pool("policy")
-    capped = needs(config(policy={"max_tokens_per_microbatch": 64}), SMALL).pool("policy")
+    capped = needs(config(data={"max_prompt_tokens": 60}, policy={"max_tokens_per_microbatch": 64}), SMALL).pool(
+        "policy"
+    )
     assert long is not None and capped is not None
     assert long.bytes.activations == capped.bytes.activations
 
@@ -207,7 +219,7 @@ def test_a_gpu_engine_needs_at_least_the_longest_sequence_in_its_cache() -> None
         # Adapters of rank 3 beside a layer's projections, 3 x (inputs + outputs): q and o 2 x 16, k and v 2 x 12, three
         # of 24, together 3 x 128 = 384; two layers 768. On 2 ranks: bfloat16 weights 2 x 1272 + 2 x 768, float32
         # gradients 4 x 768, masters and moments 12 x 768.
-        (1, 2544 + 1536, 3072, 4608),
+        (1, 2544 + 1536, 3072 + 1536, 4608),
         (2, 2544 + 1536, 1536, 4608),
         (3, 1272 + 768 + 2544, 1536, 4608),
     ],
@@ -272,7 +284,7 @@ def test_no_critic_pool_without_an_advantage_that_needs_one() -> None:
     ("stage", "weights", "gradients", "optimizer"),
     [
         # 1272 parameters, tied, and a value head of 8: 1280 on 2 ranks. bfloat16 2560, float32 5120, optimizer 15360.
-        (1, 2560, 5120, 7680),
+        (1, 2560, 5120 + 2560, 7680),
         (2, 2560, 2560, 7680),
         # All may be whole at a time.
         (3, 1280 + 2560, 2560, 7680),
@@ -289,11 +301,11 @@ def test_a_critic_is_sharded_like_a_policy_with_a_value_head(
 
 
 def test_a_critic_has_no_logits_and_sends_no_weights() -> None:
-    # 328 a layer and token, as for the policy; 16 tokens of its own cap, 2 layers.
+    # 432 a layer and token, as for the policy; 16 tokens of its own cap, 2 layers.
     made = config(algorithm={"advantage": "gae"}, critic={"max_tokens_per_microbatch": 16})
     pool = needs(made, SMALL).pool("critic")
     assert pool is not None
-    assert (pool.bytes.activations, pool.bytes.sync_buckets) == (16 * 2 * 328 + 4 * 1280, 0)
+    assert (pool.bytes.activations, pool.bytes.sync_buckets) == (16 * 2 * 432 + 4 * 1280, 0)
 
 
 def test_a_critic_is_counted_with_the_shape_of_the_model_that_it_starts_from() -> None:
@@ -418,7 +430,7 @@ def test_tensor_parallel_must_divide_heads_and_kv_heads(parallel: int, fine: boo
 
 
 def test_ranks_that_share_rows_have_a_part_of_the_activations_each() -> None:
-    # 33 tokens on two ranks: 17 of them. A layer and token takes 328 bytes, see above; logits 3 x 4 x 17 x 10 = 2040.
+    # 33 tokens on two ranks: 17 of them. A layer and token takes 432 bytes, see above; logits 3 x 4 x 17 x 10 = 2040.
     shared = config(
         algorithm={"advantage": "gae"},
         policy={"ranks": 2, "sequence_parallel": 2, "max_tokens_per_microbatch": 33},
@@ -427,8 +439,8 @@ def test_ranks_that_share_rows_have_a_part_of_the_activations_each() -> None:
     policy, critic = (needs(shared, SMALL).pool(name) for name in ("policy", "critic"))
     assert policy is not None and critic is not None
     # The buffer of the gradients is not shared: 5088 and 5120.
-    assert policy.bytes.activations == 2 * 17 * 328 + 2040 + 320 + 5088
-    assert critic.bytes.activations == 2 * 17 * 328 + 5120
+    assert policy.bytes.activations == 2 * 17 * 432 + 2040 + 320 + 5088
+    assert critic.bytes.activations == 2 * 17 * 432 + 5120
     assert (policy.problems, critic.problems) == ((), ())
 
 
