@@ -106,17 +106,20 @@ class _ChunkedLogProbs(torch.autograd.Function):
         for start in range(0, len(targets), rows):
             chunk = slice(start, start + rows)
             logits, _ = _scaled_logits(hidden[chunk], weight, bias, temperature, shape)
-            full_norm[chunk] = torch.logsumexp(logits, dim=-1)
-            # -sum p log p of terms that are none of them negative; the shorter norm - sum p l cancels below 0.
-            log_p = logits.sub_(full_norm[chunk, None])
-            entropy[chunk] = -torch.einsum("nv,nv->n", log_p.exp(), log_p).clamp_max_(0.0)
+            highest = logits.amax(-1, keepdim=True)
+            shifted = logits.sub_(highest)
+            terms = shifted.exp()
+            total = terms.sum(-1)
+            kept = log_total = total.log()
+            full_norm[chunk] = highest.squeeze(1) + log_total
+            # -sum p log p as two terms, neither of them negative: the highest logit alone makes the total 1.
+            entropy[chunk] = log_total - torch.einsum("nv,nv->n", terms, shifted) / total
             if mask is not None:
-                kept = torch.logsumexp(mask.apply_(log_p, start), dim=-1)
-                norm[chunk] = full_norm[chunk] + kept
-                log_p.sub_(kept[:, None])
-            logprobs[chunk] = log_p.gather(1, targets[chunk, None]).squeeze(1)
+                kept = torch.logsumexp(mask.apply_(shifted, start), dim=-1)
+                norm[chunk] = highest.squeeze(1) + kept
+            logprobs[chunk] = shifted.gather(1, targets[chunk, None]).squeeze(1) - kept
             # Or they would be there still when the next chunk's logits are made.
-            del logits, log_p
+            del logits, shifted, terms
         ctx.save_for_backward(hidden, weight, bias, targets, norm, full_norm, entropy)
         ctx.temperature, ctx.shape, ctx.rows, ctx.mask = temperature, shape, rows, mask
         # An output that the loss doesn't use comes back as None and not as zeros, and costs nothing then.
@@ -150,7 +153,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
                     grad_logits += of_entropy
             if slope is not None:
                 grad_logits *= slope
-            grad_logits *= ctx.shape.scale / ctx.temperature
+            if ctx.shape.scale != ctx.temperature:
+                grad_logits *= ctx.shape.scale / ctx.temperature
             narrow = grad_logits.to(weight.dtype)
             grad_hidden[chunk] = narrow @ weight
             if grad_weight is not None:
