@@ -141,8 +141,8 @@ def needs(
       float32 and keeps what it was given, with S samples of a prompt the keys and values of each with its prompt:
       c a + 4 (2 a + 2 k) in place of c (3 a + 3 k), with S > 1 another 8 k S (p + n) / (p + S n) for the longest
       prompt p and response n. Plus the logits of one chunk, the float32 gradient of the output head, and the float32
-      buffer that gradients are reduced from, of
-      5 10^7 elements: 1 and 2 fill no more than P of them, 3 has all, and sends a copy where there are other ranks.
+      buffer that gradients are reduced from, of 5 10^7 elements: 1 and 2 fill no more than P of them, 3 has all, and
+      sends a copy where there are other ranks.
       With activation checkpointing L layers become one, the one that is computed again, plus T L c h for the inputs of
       all (ibid., section 5).
       Offloaded optimizer state has its gradients twice, as they are added up and as the optimizer gets them: 8 P / R.

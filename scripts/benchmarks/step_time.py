@@ -205,11 +205,13 @@ def measure(arguments: argparse.Namespace) -> dict[Key, list[list[Step]]]:
     runs: dict[Key, list[list[Step]]] = {(side, dtype): [] for dtype in arguments.dtypes for side in SIDES}
     with tempfile.TemporaryDirectory(prefix="rlhf-step-time-") as temporary:
         for number in range(1, arguments.rounds + 1):
+            seed = arguments.seed + number - 1
             for side, dtype in runs:
                 console.print(f"round {number} of {arguments.rounds}: {NAMES[side]:<4} in {dtype:<8} … ", end="")
-                seed = arguments.seed + number - 1
-                ours = side == "ours"
-                steps = run_ours(arguments, dtype, seed, Path(temporary)) if ours else run_trl(arguments, dtype, seed)
+                if side == "ours":
+                    steps = run_ours(arguments, dtype, seed, Path(temporary))
+                else:
+                    steps = run_trl(arguments, dtype, seed)
                 runs[side, dtype].append(steps)
                 console.print(f"{medians([steps])['step']:.2f} s a step")
     return runs

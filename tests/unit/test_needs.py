@@ -128,7 +128,7 @@ def test_policy_activations_follow_the_formula() -> None:
 
 def test_on_gpus_attention_keeps_the_row_in_the_models_dtype() -> None:
     # Queries and keys before and after rotation, values, output: 2 x (3 x 8 + 3 x 4) = 72 in place of 176.
-    cpu, gpu = (needs(config(), SMALL, device).pool("policy") for device in ("cpu", "gpu"))
+    cpu, gpu = (needs(config(), SMALL, device).pool("policy") for device in ("cpu", "cuda"))
     assert cpu is not None and gpu is not None
     assert cpu.bytes.activations - gpu.bytes.activations == 32 * 2 * (176 - 72)
 
