@@ -340,6 +340,13 @@ class Receiver:
         return SimpleNamespace(remote=call)
 
 
+def wait_until(ready):
+    """Give threads ten seconds; the caller asserts what they left."""
+    deadline = time.monotonic() + 10
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 def joined(sender, epoch, engines, deadline_s=5.0):
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -374,10 +381,7 @@ def test_an_engine_that_cannot_load_a_tensor_keeps_its_group_in_step():
     assert [(f.epoch, f.place) for f in failures] == [(0, 1)]
     assert "c has the wrong shape" in failures[0].reason
     # The other one got everything; the sender doesn't wait for its last bucket once another has failed.
-    for _ in range(500):
-        if len(good) == len(SIZES):
-            break
-        time.sleep(0.02)
+    wait_until(lambda: len(good) == len(SIZES))
     assert list(good) == list(SIZES)
 
 
@@ -395,10 +399,7 @@ def test_a_sender_that_fails_releases_its_engines_long_before_the_deadline():
     joined(sender, 0, [engine], deadline_s=60.0)
     with pytest.raises(RuntimeError, match="a rank is gone"):
         send(sender, Broken(), [0])
-    for _ in range(100):
-        if engine.error is not None:
-            break
-        threading.Event().wait(0.05)
+    wait_until(lambda: engine.error is not None)
     assert WIRE_LOST in str(engine.error)
 
 
@@ -409,8 +410,5 @@ def test_an_engine_that_does_not_come_is_reported_and_the_others_are_released():
     )
     failures = joined(GlooSender(), 3, [present, absent], deadline_s=0.5)
     assert [(f.epoch, f.place) for f in failures][-1] == (3, None)
-    for _ in range(100):
-        if present.error is not None:
-            break
-        threading.Event().wait(0.05)
+    wait_until(lambda: present.error is not None)
     assert WIRE_LOST in str(present.error)
