@@ -27,6 +27,7 @@ class Watched:
 
     def __init__(self, name: str, model: Path, folder: Path, temp: Path, *overrides: str) -> None:
         self.temp = temp
+        self.began = time.time() - 1.0  # Linux tells when a process began to a second
         self.ports: set[int] = set()
         self.memory: set[str] = set()
         self.files: set[str] = set()
@@ -68,12 +69,25 @@ class Watched:
         return found + still
 
     def _files_and_ports(self) -> list[str]:
-        open_now = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
         return [
             *(str(path) for path in self.temp.rglob("*")),
             *(name for name in sorted(self.memory) if (SHARED_MEMORY / name).exists()),
-            *(f"port {port}" for port in sorted(self.ports & open_now)),
+            *(f"port {port} of {holder}" for port, holder in self._listening() if port in self.ports),
         ]
+
+    def _listening(self) -> Iterator[tuple[int, str]]:
+        """Ports that are open now, each with its process, where the run could have started that.
+
+        On another address an older process may have the same number, and a released number may be a stranger's now.
+        """
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.pid is not None:
+                try:
+                    holder = psutil.Process(connection.pid)
+                    if holder.create_time() >= self.began:
+                        yield connection.laddr.port, " ".join(holder.cmdline())[:120]
+                except psutil.NoSuchProcess:
+                    continue
 
 
 @contextmanager

@@ -78,15 +78,12 @@ def learning_config(model: Path, runs: Path, name: str, changes: Sections, seed:
 class Driver:
     """Runs the driver's loop on roles that are there already."""
 
-    def __init__(self, model: Path, runs: Path, runner: asyncio.Runner, session: Session, roles: Roles) -> None:
+    def __init__(self, model: Path, runs: Path, runner: asyncio.Runner, session: Session) -> None:
         self._model = model
         self._runs = runs
         self._runner = runner
         self._session = session
-        names = ("policy", "critic", "reward", "recorder")
-        self._groups: dict[str, ActorGroup] = {name: getattr(roles, f"_{name}") for name in names}
-        rollout: Any = roles.fleet._group
-        self._groups["rollout"] = rollout
+        self._groups: dict[str, ActorGroup] = {group.role: group for group in session._groups}
 
     @staticmethod
     @contextmanager
@@ -100,7 +97,7 @@ class Driver:
             journal = stack.enter_context(open_journal(config))
             roles = await stack.enter_async_context(start_roles(config, session, journal.folder, {}, {}, journal.note))
             await part(roles.fleet)
-            return Driver(model, runs, runner, session, roles)
+            return Driver(model, runs, runner, session)
 
         with asyncio.Runner() as runner:
             try:
