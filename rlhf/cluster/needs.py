@@ -33,6 +33,10 @@ LOGIT_ARRAYS = 3
 # and the buffer that gradients are reduced from.
 NEAR_ELEMENTS = 100_000_000
 REDUCE_BUCKET_ELEMENTS = 50_000_000
+# On CPU: freed arrays that glibc's heap keeps, as a share of what the layers keep for the backward pass, since the next
+# micro-batch's don't fit into the gaps. Measured (docs/performance.md, Memory): 0.42 to 0.45 in bfloat16. Of what stage
+# 3 gathers it keeps as much as is whole at a time.
+HEAP_SHARE = 0.4
 # vLLM's defaults: tokens of one forward pass, and sequences that are sampled from at a time.
 ENGINE_BATCH_TOKENS = 2048
 ENGINE_BATCH_SEQUENCES = 256
@@ -46,6 +50,7 @@ class DeviceBytes:
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
+    heap: int = 0
     kv_cache: int = 0
     sync_buckets: int = 0
     checkpoint: int = 0
@@ -145,6 +150,8 @@ def needs(
       sends a copy where there are other ranks.
       With activation checkpointing L layers become one, the one that is computed again, plus T L c h for the inputs of
       all (ibid., section 5).
+      On CPU there is heap beside them: two fifths of what layers keep, without the logits and gradients named last,
+      and at 3 what is whole at a time once more.
       Offloaded optimizer state has its gradients twice, as they are added up and as the optimizer gets them: 8 P / R.
       With GPUs both, and offloaded weights, are in the host's memory and nothing of them on the device.
     - policy with LoRA, A the parameters of the adapters, r (inputs + outputs) for each layer that has one: weights
@@ -223,7 +230,8 @@ def _policy(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
     weights, gradients, optimizer = _states(policy, item, shape.parameters)
     sharded = policy.zero_stage == 3
     second_bucket = max(_bucket(config, shape), item * _largest(shape) if sharded else 0)
-    activations = _training_layers(config, policy, shape, tokens, device) + _logits(shape, tokens)
+    layers = _training_layers(config, policy, shape, tokens, device)
+    activations = layers + _logits(shape, tokens)
     merged = 0
     if policy.lora is None:
         activations += FLOAT32 * shape.embedding_parameters + _reduced(policy, shape.parameters)
@@ -233,17 +241,20 @@ def _policy(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
         trained, gradients, optimizer = _states(policy, item, count)
         weights += trained
         activations += _reduced(policy, count)
-        activations += tokens * shape.layers * item * policy.lora.rank * len(adapted)
+        kept = tokens * shape.layers * item * policy.lora.rank * len(adapted)
+        layers, activations = layers + kept, activations + kept
         merged = FLOAT32 * max(inputs * outputs for inputs, outputs in adapted)
+    whole = _whole(shape, item, shape.parameters) if sharded else 0
     pool = PoolNeeds(
         "policy",
         policy.ranks,
         1,
         DeviceBytes(
-            weights=weights + (_whole(shape, item, shape.parameters) if sharded else 0),
+            weights=weights + whole,
             gradients=gradients,
             optimizer=optimizer,
             activations=activations,
+            heap=_heap(layers, whole, device),
             sync_buckets=_bucket(config, shape) + second_bucket + merged,
             checkpoint=_copy(config, device, trained, optimizer),
         ),
@@ -269,15 +280,18 @@ def _critic(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
     tokens = _share(_tokens(config, critic.max_tokens_per_microbatch), critic.sequence_parallel)
     count = _with_scalar_head(shape)
     weights, gradients, optimizer = _states(critic, item, count)
+    layers = _training_layers(config, critic, shape, tokens, device)
+    whole = _whole(shape, item, count) if critic.zero_stage == 3 else 0
     pool = PoolNeeds(
         "critic",
         critic.ranks,
         1,
         DeviceBytes(
-            weights=weights + (_whole(shape, item, count) if critic.zero_stage == 3 else 0),
+            weights=weights + whole,
             gradients=gradients,
             optimizer=optimizer,
-            activations=_training_layers(config, critic, shape, tokens, device) + _reduced(critic, count),
+            activations=layers + _reduced(critic, count),
+            heap=_heap(layers, whole, device),
             checkpoint=_copy(config, device, weights, optimizer),
         ),
         problems=_sequence_problems("critic", critic, shape),
@@ -328,6 +342,11 @@ def _training_layers(config: Config, learner: LearnerConfig, shape: ModelShape, 
     if learner.activation_checkpointing:
         return tokens * (shape.layers * item * shape.hidden + per_layer)
     return tokens * shape.layers * per_layer
+
+
+def _heap(layers: int, whole: int, device: Device) -> int:
+    """Bytes that the allocator keeps beside those that it was asked for, `layers` and what is `whole` at a time."""
+    return int(HEAP_SHARE * layers) + whole if device == "cpu" else 0
 
 
 def _attention(config: Config, shape: ModelShape, device: Device) -> int:

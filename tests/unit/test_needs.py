@@ -126,6 +126,25 @@ def test_policy_activations_follow_the_formula() -> None:
     assert pool.bytes.activations == 27648 + 3840 + 320 + 5088
 
 
+def test_on_cpu_the_heap_keeps_two_fifths_of_what_layers_keep() -> None:
+    # Of 27648 bytes, see above; with adapters of rank 3 at 7 layers 2688 more; with the policy's settings the critic's
+    # layers keep the same.
+    settings = {"lora": {"rank": 3}}
+    adapted, gpu = needs(config(policy=settings), SMALL), needs(config(), SMALL, "cuda")
+    plain = needs(config(algorithm={"advantage": "gae"}, critic={"max_tokens_per_microbatch": 32}), SMALL)
+    found = [whole.pool("policy") for whole in (plain, adapted, gpu)]
+    assert [pool.bytes.heap for pool in found if pool is not None] == [11059, int(0.4 * (27648 + 2688)), 0]
+    critic = plain.pool("critic")
+    assert critic is not None and critic.bytes.heap == 11059
+
+
+def test_on_cpu_the_heap_keeps_what_stage_3_gathers_as_well() -> None:
+    # All 1272 parameters in bfloat16: 2544.
+    policy, gpu = (needs(config(policy={"zero_stage": 3}), SMALL, device).pool("policy") for device in ("cpu", "cuda"))
+    assert policy is not None and gpu is not None
+    assert (policy.bytes.heap, gpu.bytes.heap) == (11059 + 2544, 0)
+
+
 def test_on_gpus_attention_keeps_the_row_in_the_models_dtype() -> None:
     # Queries and keys before and after rotation, values, output: 2 x (3 x 8 + 3 x 4) = 72 in place of 176.
     cpu, gpu = (needs(config(), SMALL, device).pool("policy") for device in ("cpu", "cuda"))
