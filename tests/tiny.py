@@ -36,13 +36,18 @@ def make_tiny_model(
     dtype: str = "float32",
     attention_dropout: float = 0.0,
     with_template: bool = False,
+    hidden: int = 128,
 ) -> Path:
-    """Write config, seeded random weights, generation config and tokenizer to the folder `path` and return it."""
+    """Write config, seeded random weights, generation config and tokenizer to the folder `path` and return it.
+
+    `hidden` makes it less tiny.
+    """
     import torch
     from transformers import Gemma3ForCausalLM, GenerationConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
     kinds: dict[str, Any] = {"qwen2": Qwen2ForCausalLM, "llama": LlamaForCausalLM, "gemma3": Gemma3ForCausalLM}
-    config = _tiny_config(architecture, tie_word_embeddings=tied, attention_dropout=attention_dropout)
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden}
+    config = _tiny_config(architecture, tie_word_embeddings=tied, attention_dropout=attention_dropout, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kinds[architecture](config)

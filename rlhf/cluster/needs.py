@@ -33,6 +33,8 @@ LOGIT_ARRAYS = 3
 # and the buffer that gradients are reduced from.
 NEAR_ELEMENTS = 100_000_000
 REDUCE_BUCKET_ELEMENTS = 50_000_000
+# Elements of a rank's optimizer state that are read from a disk at a time.
+SUB_GROUP_ELEMENTS = 25_000_000
 # On CPU: freed arrays that glibc's heap keeps, as a share of what the layers keep for the backward pass, since the next
 # micro-batch's don't fit into the gaps. Measured (docs/performance.md, Memory): 0.42 to 0.45 in bfloat16. Of what stage
 # 3 gathers it keeps as much as is whole at a time.
@@ -153,7 +155,9 @@ def needs(
       On CPU there is heap beside them: two fifths of what layers keep, without the logits and gradients named last,
       and at 3 what is whole at a time once more.
       Offloaded optimizer state has its gradients twice, as they are added up and as the optimizer gets them: 8 P / R.
-      With GPUs both, and offloaded weights, are in the host's memory and nothing of them on the device.
+      On a disk it is but for gradients as they are added up, 4 P / R, and masters, moments and gradients of one
+      sub-group: 16 min(P / R, 2.5 10^7 + its last parameter's share).
+      With GPUs all that, and offloaded weights, are in the host's memory and nothing of them on the device.
     - policy with LoRA, A the parameters of the adapters, r (inputs + outputs) for each layer that has one: weights
       c (P + A) in place of c P; gradients and optimizer as above with A in place of P; no gradient of the output head;
       r outputs of each adapter more to keep for each token; and at a sync one merged matrix in float32.
@@ -260,7 +264,7 @@ def _policy(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
         ),
         problems=_sequence_problems("policy", policy, shape),
     )
-    return _offloaded(pool, policy, weights, device)
+    return _offloaded(pool, policy, shape, weights, device)
 
 
 def _adapted_layers(shape: ModelShape, lora: LoraConfig) -> list[tuple[int, int]]:
@@ -296,7 +300,7 @@ def _critic(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
         ),
         problems=_sequence_problems("critic", critic, shape),
     )
-    return _offloaded(pool, critic, weights, device)
+    return _offloaded(pool, critic, shape, weights, device)
 
 
 def _copy(config: Config, device: Device, weights: int, optimizer: int) -> int:
@@ -304,11 +308,16 @@ def _copy(config: Config, device: Device, weights: int, optimizer: int) -> int:
     return weights + optimizer if config.checkpoint.every > 0 and device == "cpu" else 0
 
 
-def _offloaded(pool: PoolNeeds, learner: LearnerConfig, weights: int, device: Device) -> PoolNeeds:
+def _offloaded(pool: PoolNeeds, learner: LearnerConfig, shape: ModelShape, weights: int, device: Device) -> PoolNeeds:
     """A learner's pool with what it offloads in the host's memory, of `weights` its share; on CPU nothing moves."""
     if learner.offload == "none":
         return pool
-    held = replace(pool.bytes, gradients=2 * pool.bytes.gradients)
+    if learner.offload_to == "disk":
+        state = OPTIMIZER_BYTES + FLOAT32
+        sub_group = SUB_GROUP_ELEMENTS + _share(_largest(shape), learner.ranks)
+        held = replace(pool.bytes, optimizer=state * min(pool.bytes.optimizer // OPTIMIZER_BYTES, sub_group))
+    else:
+        held = replace(pool.bytes, gradients=2 * pool.bytes.gradients)
     if device == "cpu":
         return replace(pool, bytes=held)
     moved = held.gradients + held.optimizer

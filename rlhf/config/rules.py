@@ -127,6 +127,28 @@ def offloaded_states_are_sharded(config: Config) -> Iterator[Problem]:
             )
 
 
+def states_on_a_disk_are_offloaded_and_in_no_checkpoint(config: Config) -> Iterator[Problem]:
+    """`offload_to: disk` needs `offload`, and `checkpoint.every: 0`.
+
+    DeepSpeed loads the state's files from a checkpoint without Adam's count of steps: a run would go on, and wrongly.
+    """
+    for name, learner in _learners(config):
+        if learner.offload_to == "disk" and learner.offload == "none":
+            yield problem(
+                config,
+                f"{name}.offload_to",
+                f"while {name}.offload is none there is nothing to lie on a disk",
+                f"Set {name}.offload: optimizer, or leave {name}.offload_to out",
+            )
+        elif learner.offload_to == "disk" and config.checkpoint.every > 0:
+            yield problem(
+                config,
+                f"{name}.offload_to",
+                "optimizer state on a disk can't be in a checkpoint: DeepSpeed doesn't load it as it was saved",
+                f"Set {name}.offload_to: host, or checkpoint.every: 0 for a run that can't be resumed",
+            )
+
+
 def _learners(config: Config) -> Iterator[tuple[str, LearnerConfig]]:
     """The learners that the run starts; of a critic that isn't, `critic_is_needed` refuses every setting."""
     yield "policy", config.policy
@@ -301,6 +323,7 @@ RULES: tuple[Rule, ...] = (
     every_update_has_samples,
     refused_sequences_can_not_come,
     offloaded_states_are_sharded,
+    states_on_a_disk_are_offloaded_and_in_no_checkpoint,
     transport_fits_the_device,
     memory_settings_fit_the_device,
     system_prompt_has_a_template,

@@ -62,6 +62,11 @@ class LearnerConfig(Section):
         "and gradients, or the weights as well. The optimizer's step is then the CPU's. For ZeRO stage 3; on CPU it is "
         "the same memory.",
     )
+    offload_to: Literal["host", "disk"] = Field(
+        default="host",
+        description="Where offloaded optimizer state lies: in the host's memory, or among the run's temporary files "
+        "(TMPDIR), which then have to be on a fast local disk. On a disk it is in no checkpoint. Needs libaio.",
+    )
     deadline_s: PositiveFloat = Field(
         default=1800, description="Deadline of one update, and of loading the model, seconds."
     )

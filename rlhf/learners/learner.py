@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class Learner(ABC):
         self._zero: ZeroEngine
         self._update: UpdateLoop
         self._checkpoint: LearnerCheckpoint
+        self._disk: Path | None = None
         self._version = 0
 
     @property
@@ -79,6 +81,7 @@ class Learner(ABC):
         """
         import torch
 
+        from rlhf.learners.offload import make_folder
         from rlhf.learners.ranks import Ranks
         from rlhf.learners.zero import ZeroEngine
         from rlhf.models.distributed import join_process_group, seed_random_streams, set_up_compute
@@ -94,8 +97,11 @@ class Learner(ABC):
             sequence = join_sequence_group(*place, settings.sequence_parallel, settings.deadline_s)
             device = torch.device(self._device)
             self._ranks = Ranks(*place, device, sequence)
+            if settings.offload != "none" and settings.offload_to == "disk":
+                with self._ranks.together(f"offloading the optimizer's state of the {self.role} to a disk"):
+                    self._disk = make_folder()
             dtype = self._config.model.dtype
-            self._zero = ZeroEngine(settings, dtype, self._world_size, device, self._load, sequence)
+            self._zero = ZeroEngine(settings, dtype, self._world_size, device, self._load, sequence, self._disk)
         # Not before DeepSpeed has been told its device.
         from rlhf.learners.checkpoint import LearnerCheckpoint
 
@@ -197,8 +203,10 @@ class Learner(ABC):
         return self._zero.deepspeed
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process group, and remove what was offloaded to a disk."""
         import torch.distributed
 
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        if self._disk is not None:
+            shutil.rmtree(self._disk, ignore_errors=True)

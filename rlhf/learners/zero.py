@@ -17,12 +17,14 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlhf.config.schema import LearnerConfig
+from rlhf.learners import offload
 from rlhf.learners.rate import matrix_rate
 from rlhf.models.arrangement import Arrangement
 from rlhf.models.distributed import GATHERING, register_borrowed
@@ -34,8 +36,8 @@ from rlhf.models.sequence import SequenceGroup
 REDUCE_BUCKET_ELEMENTS = 50_000_000
 
 
-def deepspeed_config(learner: LearnerConfig, dtype: str) -> dict[str, Any]:
-    """The DeepSpeed configuration of a learner that computes in `dtype`.
+def deepspeed_config(learner: LearnerConfig, dtype: str, disk: Path | None = None) -> dict[str, Any]:
+    """The DeepSpeed configuration of a learner that computes in `dtype`, with a folder for what is offloaded to disk.
 
     The accumulation count is 1 and stays unused: micro-batches vary in number from step to step, so the boundary is
     set by hand. Batch sizes are required keys without an effect here.
@@ -50,7 +52,7 @@ def deepspeed_config(learner: LearnerConfig, dtype: str) -> dict[str, Any]:
         "communication_data_type": "fp32",
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
-            **_offload(learner),
+            **offload.sections(learner, disk),
             "stage": learner.zero_stage,
             "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
             "overlap_comm": False,
@@ -59,13 +61,6 @@ def deepspeed_config(learner: LearnerConfig, dtype: str) -> dict[str, Any]:
         "steps_per_print": None,
         "wall_clock_breakdown": False,
     }
-
-
-def _offload(learner: LearnerConfig) -> dict[str, Any]:
-    """What lies in the host's memory. torch's AdamW steps there; DeepSpeed would have to compile one of its own."""
-    host = {"device": "cpu", "pin_memory": True}
-    sections: dict[str, Any] = {} if learner.offload == "none" else {"offload_optimizer": host}
-    return {**sections, "offload_param": host} if learner.offload == "optimizer_and_parameters" else sections
 
 
 class ZeroEngine:
@@ -79,10 +74,12 @@ class ZeroEngine:
         device: torch.device,
         build: Callable[[], nn.Module],
         sequence: SequenceGroup | None = None,
+        disk: Path | None = None,
     ) -> None:
         """`build` loads the model; at stage 3 its `from_pretrained` loads straight into shards.
 
-        With a `sequence` group the model gets this rank's pieces of the group's rows.
+        With a `sequence` group the model gets this rank's pieces of the group's rows. `disk` is the folder for what is
+        offloaded to it.
         """
         import deepspeed
 
@@ -91,7 +88,7 @@ class ZeroEngine:
         self._world_size = world_size
         self.stage = learner.zero_stage
         self.device = device
-        settings = deepspeed_config(learner, dtype)
+        settings = deepspeed_config(learner, dtype, disk)
         # from_pretrained finds this object; it has to live until the load is done.
         partitioned = None
         if self.stage == 3:
@@ -102,7 +99,9 @@ class ZeroEngine:
         del partitioned
         if self.stage == 3:
             register_borrowed(self.model)
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        trained: list[Any] = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if disk is not None:
+            offload.check_room(disk, sum(parameter.ds_tensor.ds_numel for parameter in trained))
         self._optimizer = torch.optim.AdamW(
             trained, lr=learner.learning_rate, weight_decay=learner.weight_decay, fused=True
         )

@@ -70,6 +70,7 @@ class Setting:
     checkpointing: bool = False
     lora: int = 0
     offload: str = "none"
+    offload_to: str = "host"
 
     @property
     def name(self) -> str:
@@ -77,7 +78,8 @@ class Setting:
         parts = [f"ZeRO {self.stage}, {self.ranks} rank{'s'[: self.ranks - 1]}, {self.dtype}"]
         parts += ["activation checkpointing"] * self.checkpointing
         parts += [f"LoRA {self.lora}"] * (self.lora > 0)
-        parts += [f"offload {self.offload}"] * (self.offload != "none")
+        where = " to disk" if self.offload_to == "disk" else ""
+        parts += [f"offload {self.offload}{where}"] * (self.offload != "none")
         return ", ".join(parts)
 
 
@@ -92,6 +94,8 @@ SETTINGS = (
     Setting(3, offload="optimizer"),
     Setting(3, offload="optimizer_and_parameters"),
 )
+# With `--disk`: it needs libaio, and compiles for minutes at the first time.
+ON_DISK = (Setting(3, offload="optimizer", offload_to="disk"),)
 
 
 def make_job(setting: Setting, model: str, tokens: int) -> Job:
@@ -119,7 +123,8 @@ def make_job(setting: Setting, model: str, tokens: int) -> Job:
 def make_config(setting: Setting, job: Job) -> Config:
     """The job's configuration with the rest of the setting."""
     config = learner_config(job).model_dump()
-    config["policy"] |= {"activation_checkpointing": setting.checkpointing, "offload": setting.offload}
+    config["policy"] |= {"activation_checkpointing": setting.checkpointing}
+    config["policy"] |= {"offload": setting.offload, "offload_to": setting.offload_to}
     if setting.lora:
         config["policy"]["lora"] = {"rank": setting.lora}
     return Config.model_validate(config)
@@ -241,6 +246,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--tokens", type=int, default=2048, help="cap on a micro-batch, a multiple of 128")
     parser.add_argument("--only", default="", help="settings whose name in the table contains this")
+    parser.add_argument("--disk", action="store_true", help="also what is offloaded to a disk, which needs libaio")
     for name in ("--child", "--rank", "--port"):
         parser.add_argument(name, type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -253,7 +259,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Every setting that was asked for, one after the other."""
     rows: dict[str, dict[str, Any]] = {}
-    for setting in SETTINGS:
+    for setting in (*SETTINGS, *ON_DISK * arguments.disk):
         if arguments.only in setting.name:
             console.print(f"{setting.name} … ", end="")
             rows[setting.name] = run(setting, arguments)

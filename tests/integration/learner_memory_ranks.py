@@ -61,10 +61,10 @@ def check_collectives(arguments: argparse.Namespace, stage: int, dtype: str) -> 
     return found
 
 
-def check_offload(arguments: argparse.Namespace, offload: str, dtype: str) -> dict[str, Any]:
+def check_offload(arguments: argparse.Namespace, offload: str, dtype: str, to: str = "host") -> dict[str, Any]:
     """Gradients with what lies in the host's memory, failures that may move no weight, and three updates."""
     found: dict[str, Any] = {}
-    settings = {"zero_stage": 3, "offload": offload}
+    settings = {"zero_stage": 3, "offload": offload, "offload_to": to}
     rank = Rank(arguments, make_config(Path(arguments.models) / "untied", dtype, policy=settings))
     samples, start = make_samples(), rank.weights()
     for layout, tokens in (("1x8", 4096), ("8x1", 1)):
@@ -80,6 +80,9 @@ def check_offload(arguments: argparse.Namespace, offload: str, dtype: str) -> di
     found["weights"] = rank.weights()
     optimizer = rank.learner.engine.optimizer
     found["in effect"] = (optimizer.offload_optimizer, optimizer.offload_param)
+    found["sent"] = {name: tensor.clone() for name, tensor in LearnerSource(rank.learner, torch.float32, BUCKET_BYTES)}
+    if to == "disk":
+        found["on disk"] = sum(file.stat().st_size for file in rank.learner._disk.rglob("*.swp"))
     return found
 
 

@@ -72,6 +72,14 @@ def test_offload_needs_zero_3(offload: str) -> None:
     assert build({"policy.offload": offload, "policy.zero_stage": 3}).policy.offload == offload
 
 
+def test_a_state_on_a_disk_is_offloaded_and_in_no_checkpoint() -> None:
+    disk = {"policy.offload_to": "disk", "policy.zero_stage": 3}
+    assert "policy.offload is none" in refusals(disk)["policy.offload_to"]
+    found = refusals({**disk, "policy.offload": "optimizer", "checkpoint.every": 5})
+    assert "can't be in a checkpoint" in found["policy.offload_to"]
+    assert build({**disk, "policy.offload": "optimizer"}).policy.offload_to == "disk"
+
+
 def test_settings_of_another_device_are_refused() -> None:
     found = refusals(
         {

@@ -171,11 +171,12 @@ def test_of_a_large_model_only_a_part_is_whole_at_stage_3() -> None:
 
 
 def test_what_is_counted_for_stage_3_is_what_deepspeed_is_told() -> None:
-    from rlhf.learners import zero
+    from rlhf.learners import offload, zero
     from rlhf.models import distributed
 
     assert needs_module.NEAR_ELEMENTS == distributed.AHEAD_ELEMENTS + distributed.KEPT_ELEMENTS
     assert needs_module.REDUCE_BUCKET_ELEMENTS == zero.REDUCE_BUCKET_ELEMENTS
+    assert needs_module.SUB_GROUP_ELEMENTS == offload.SUB_GROUP_ELEMENTS
 
 
 def test_checkpointed_activations_are_the_inputs_of_all_layers_and_one_layer_in_full() -> None:
@@ -426,6 +427,21 @@ def test_what_a_critic_gathers_stays_on_the_gpu() -> None:
     assert pool is not None
     assert (pool.bytes.weights, pool.host_bytes) == (2560, 2 * 2560 + 7680 + 1280)
     assert needed.host_bytes == 2 * pool.host_bytes
+
+
+def test_a_state_on_a_disk_leaves_gradients_and_one_sub_group_in_the_hosts_memory() -> None:
+    # SmolLM2's 134,515,008 parameters on 2 ranks, 67,257,504 on each. A sub-group: 25 million and a half of the
+    # embedding's 28,311,552.
+    shape = ModelShape.from_config(SMOLLM2, "config.json")
+    offloaded = {"ranks": 2, "zero_stage": 3, "offload": "optimizer", "offload_to": "disk"}
+    gpu, cpu = (needs(config(policy=offloaded), shape, device).pool("policy") for device in ("cuda", "cpu"))
+    assert gpu is not None and cpu is not None
+    gradients, sub_group = 4 * 67_257_504, 16 * (25_000_000 + 14_155_776)
+    assert (gpu.bytes.gradients, gpu.bytes.optimizer, gpu.host_bytes) == (0, 0, gradients + sub_group)
+    assert (cpu.bytes.gradients, cpu.bytes.optimizer, cpu.host_bytes) == (gradients, sub_group, 0)
+    # A state that is smaller than that is read whole.
+    small = needs(config(policy=offloaded), SMALL, "cuda").pool("policy")
+    assert small is not None and small.host_bytes == 4 * 636 + 16 * 636
 
 
 def test_on_cpu_offload_moves_nothing_and_has_its_gradients_twice() -> None:
