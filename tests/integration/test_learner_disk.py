@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from tests.integration.test_learner import RUNS, Found, run_ranks
 from tests.tiny import make_tiny_model
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(
-        not AsyncIOBuilder().is_compatible(verbose=False),
-        reason="DeepSpeed's asynchronous I/O needs libaio's headers (Debian: libaio-dev), which aren't installed",
-    ),
-]
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("DeepSpeed's asynchronous I/O needs libaio's headers (Debian: libaio-dev), which aren't installed")
     folder = tmp_path_factory.mktemp("learner-disk")
     make_tiny_model(folder / "untied", hidden=512)
     return run_ranks("learner_disk_ranks", folder)
