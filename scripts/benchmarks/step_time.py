@@ -2,7 +2,7 @@
 
     bash scripts/setup_env.sh
     python scripts/benchmarks/step_time.py --steps 4 --rounds 2
-    python scripts/benchmarks/step_time.py --steps 20 --rounds 2 --dtype bfloat16 --learning-rate 3e-5
+    python scripts/benchmarks/step_time.py --steps 20 --rounds 2 --dtype bfloat16
 
 Ours is a real run, `python -m rlhf.train --config configs/quickstart.yaml` without the evaluation and with the
 problems in their own order, as TRL takes them; its times are those of the run's `metrics.jsonl` and, inside the update,
@@ -83,7 +83,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8, help="prompts per step")
     parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
     parser.add_argument("--max-new-tokens", type=int, default=24)
-    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--learning-rate", type=float, default=3e-5)
     arguments = parser.parse_args(argv)
     if arguments.steps < 2:
         parser.error("--steps must be at least 2: the first step of a run is left out")

@@ -76,7 +76,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
     parser.add_argument("--max-new-tokens", type=int, default=24)
     parser.add_argument("--microbatch", type=int, help="sequences in one forward pass (default: all of them)")
-    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--learning-rate", type=float, default=3e-5)
     parser.add_argument("--problem-seed", type=int, default=42, help="data.prompts.seed of the configuration")
     arguments = parser.parse_args(argv)
     sequences = arguments.prompts * arguments.samples
