@@ -234,19 +234,16 @@ def _policy(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
     weights, gradients, optimizer = _states(policy, item, shape.parameters)
     sharded = policy.zero_stage == 3
     second_bucket = max(_bucket(config, shape), item * _largest(shape) if sharded else 0)
-    layers = _training_layers(config, policy, shape, tokens, device)
-    activations = layers + _logits(shape, tokens)
-    merged = 0
+    layers, beside, merged = _training_layers(config, policy, shape, tokens, device), _logits(shape, tokens), 0
     if policy.lora is None:
-        activations += FLOAT32 * shape.embedding_parameters + _reduced(policy, shape.parameters)
+        beside += FLOAT32 * shape.embedding_parameters + _reduced(policy, shape.parameters)
         trained = weights
     else:
         adapted, count = _adapted_layers(shape, policy.lora), _adapter_parameters(shape, policy.lora)
         trained, gradients, optimizer = _states(policy, item, count)
         weights += trained
-        activations += _reduced(policy, count)
-        kept = tokens * shape.layers * item * policy.lora.rank * len(adapted)
-        layers, activations = layers + kept, activations + kept
+        layers += tokens * shape.layers * item * policy.lora.rank * len(adapted)
+        beside += _reduced(policy, count)
         merged = FLOAT32 * max(inputs * outputs for inputs, outputs in adapted)
     whole = _whole(shape, item, shape.parameters) if sharded else 0
     pool = PoolNeeds(
@@ -257,7 +254,7 @@ def _policy(config: Config, shape: ModelShape, device: Device) -> PoolNeeds:
             weights=weights + whole,
             gradients=gradients,
             optimizer=optimizer,
-            activations=activations,
+            activations=layers + beside,
             heap=_heap(layers, whole, device),
             sync_buckets=_bucket(config, shape) + second_bucket + merged,
             checkpoint=_copy(config, device, trained, optimizer),

@@ -97,7 +97,7 @@ class Learner(ABC):
             sequence = join_sequence_group(*place, settings.sequence_parallel, settings.deadline_s)
             device = torch.device(self._device)
             self._ranks = Ranks(*place, device, sequence)
-            if settings.offload != "none" and settings.offload_to == "disk":
+            if settings.offload_to == "disk":
                 with self._ranks.together(f"offloading the optimizer's state of the {self.role} to a disk"):
                     self._disk = make_folder()
             dtype = self._config.model.dtype
