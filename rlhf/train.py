@@ -114,7 +114,8 @@ def _check_functions(config: Config, file: str) -> None:
 def _dry_run(config: Config) -> int:
     """Print the resolved configuration and the placement table, and say what this machine would refuse."""
     from rlhf.cluster.model_shape import ModelShapes, UnknownShape
-    from rlhf.cluster.needs import needs, render_table
+    from rlhf.cluster.needs import needs
+    from rlhf.cluster.needs_table import render_table
     from rlhf.cluster.preflight import Refused, local_resources, preflight, resolve_device
     from rlhf.config.threads import render_threads, usable_cores
 

@@ -14,7 +14,8 @@ from typing import Literal
 
 import psutil
 
-from rlhf.cluster.needs import Device, Needs, PoolNeeds, size
+from rlhf.cluster.needs import Device, Needs, PoolNeeds
+from rlhf.cluster.needs_table import size
 
 _NVIDIA_SMI_DEADLINE_S = 20
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from rlhf.cluster import needs as needs_module
-from rlhf.cluster.needs import ModelShape, Needs, UnknownShape, needs, render_table, size
+from rlhf.cluster.needs import ModelShape, Needs, UnknownShape, needs
+from rlhf.cluster.needs_table import render_table, size
 from rlhf.cluster.preflight import Node, Refused, Resources, preflight, resolve_device
 from rlhf.config import Config, config_from_dict, load_config
 
